@@ -1,0 +1,763 @@
+"""
+Number formats, and a linear layer that computes all three of its GEMMs in them.
+
+Three parts, each usable alone:
+
+    1  rounding     a float32 -> a small floating-point grid (E2M1, E4M3, E5M2), nearest or stochastic
+    2  formats      quantize(x, operand): blocks that share a scale (NVFP4, MXFP4, MXFP8), packing, rotation
+    3  the linear   QuantLinear: Y = X W^T forward, dX and dW backward, six operands, six quantizers
+
+This is the reference: plain PyTorch, any device, the same bits everywhere. It emulates: codes and scales are
+exactly those of the format, and the GEMM multiplies their float32 values, so it is right and it is slow.
+
+One rule makes the bits reproducible: every line of arithmetic below is float32 with one rounding per written
+operation. Multiplying or dividing by a power of two, and masking the bits of a float, are exact.
+
+What this file leaves out: which recipe uses which operand (recipes.py), resets of oscillating weights (osci.py),
+the choice of outlier channels (outliers.py).
+
+Letters used for shapes: T tokens, K input features, N output features of a linear; M, K rows and columns of an
+operand. Every operand of every GEMM is stored with the summed axis last, so there is one GEMM: a @ b.T.
+"""
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# -----------------------------------------------------------------------------
+# 1  rounding
+
+
+@dataclass(frozen=True)
+class Grid:
+    """
+    A floating-point grid: magnitudes 0, then 2^mbits evenly spaced values in each binade [2^e, 2^(e+1)).
+
+    emin   exponent of the smallest normal binade; below 2^emin the spacing stays that of this binade
+    mbits  stored mantissa bits
+    max    largest magnitude; everything beyond saturates to it
+    """
+    emin: int
+    mbits: int
+    max: float
+
+
+GRIDS = {
+    "e2m1": Grid(emin=0, mbits=1, max=6.0),         # FP4: 0 .5 1 1.5 2 3 4 6
+    "e4m3": Grid(emin=-6, mbits=3, max=448.0),      # FP8 for values, and the scale of NVFP4
+    "e5m2": Grid(emin=-14, mbits=2, max=57344.0),   # FP8 with more range
+}
+E2M1, E4M3 = GRIDS["e2m1"], GRIDS["e4m3"]
+
+
+def binade(y: Tensor) -> Tensor:
+    """ 2^floor(log2 y) for float32 y >= 0, by masking the mantissa away; 0 for zero and for subnormals. """
+    return (y.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool = False) -> Tensor:
+    """
+    Round magnitudes to a grid.
+
+    in    y      float32 >= 0, any shape
+          noise  uniform in [0, 1), same shape: stochastic rounding, E[out] = y for y <= grid.max
+          up     the smallest grid value that is not below y, instead of the nearest
+    out   float32, values of the grid, saturated at grid.max
+
+    Nearest ties go to the even code. E2M1: .25 -> 0   .75 -> 1   1.25 -> 1   1.75 -> 2   2.5 -> 2   3.5 -> 4   5 -> 4
+    edges  NaN gives grid.max here: fmin drops it, so that the codes are the same bits on every device.
+           quantize() poisons the scale of such a block, so the value is NaN all the same.
+    """
+    y = torch.fmin(y, torch.full((), grid.max, device=y.device))
+    step = binade(y).clamp_(min=2.0**grid.emin).mul_(2.0**-grid.mbits)     # distance between neighbours at y
+    n = y / step                                                           # exact: step is a power of two
+    if noise is not None:
+        n = n.add_(noise).floor_()
+    elif up:
+        n = n.ceil_()
+    else:
+        n = n.round_()                                                     # half to even, and even n is even code
+    return n.mul_(step).clamp_(max=grid.max)
+
+
+def encode(value: Tensor, grid: Grid) -> Tensor:
+    """ Grid magnitudes (float32 >= 0, exactly on the grid) -> their codes, uint8. Codes count up with the value. """
+    # a normal float32 already holds the code in its upper bits; only the exponent bias differs
+    normal = (value.view(torch.int32) >> (23 - grid.mbits)) - ((grid.emin + 126) << grid.mbits)
+    subnormal = (value * 2.0 ** (grid.mbits - grid.emin)).to(torch.int32)
+    return torch.where(value >= 2.0**grid.emin, normal, subnormal).to(torch.uint8)
+
+
+def decode(code: Tensor, grid: Grid) -> Tensor:
+    """ The inverse of encode: uint8 codes without sign -> float32. The all-ones code of E4M3 is NaN, as in OCP FP8. """
+    code = code.to(torch.int32)
+    normal = ((code + ((grid.emin + 126) << grid.mbits)) << (23 - grid.mbits)).view(torch.float32)
+    value = torch.where(code >= 1 << grid.mbits, normal, code * 2.0 ** (grid.emin - grid.mbits))
+    return torch.where(code == 0x7F, math.nan, value) if grid is E4M3 else value
+
+
+# -----------------------------------------------------------------------------
+# random numbers: Philox, addressed by a counter instead of drawn from a moving generator
+#
+# A draw is a pure function of (run seed, step, micro-step, rank, layer, stream, position). So there is nothing to
+# save, a resumed run and a recomputed activation see the same numbers, and two draws with different addresses are
+# independent. The first four live in a small tensor on the device that the training loop advances.
+
+DX_SIGNS, DW_SIGNS = 8, 9      # streams of the two sign vectors; streams 1..6 are the noise of Q1..Q6
+
+_PHILOX_ROUNDS = 10
+_PHILOX_MUL = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY = (0x9E3779B9, 0xBB67AE85)
+_MASK32 = 0xFFFFFFFF
+
+
+class Counter:
+    """
+    Where in the run we are: .state is int64 (4,) on the device, [seed, step, micro-step, rank].
+
+    One Counter is shared by all layers of a model. set() writes in place, so that compiled code and CUDA graphs,
+    which hold the tensor, see the new values without a host sync.
+    """
+
+    def __init__(self, seed: int = 0, rank: int = 0, device: str | torch.device = "cpu"):
+        self.state = torch.tensor([seed, 0, 0, rank], dtype=torch.int64, device=device)
+
+    def to(self, device: str | torch.device) -> "Counter":
+        self.state = self.state.to(device)
+        return self
+
+    def set(self, step: int, micro: int = 0):
+        # fill_ passes the number with the launch; building a tensor here would copy from unpinned memory and wait
+        self.state[1].fill_(step)
+        self.state[2].fill_(micro)
+
+
+def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+    """
+    Philox4x32-10: four 32-bit words of counter and two of key -> four 32-bit random words, all held in int64.
+
+    source  Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the same bits as tl.philox
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_PHILOX_ROUNDS):
+        # the int64 product wraps around, but its 64 bits are those of the unsigned product
+        p0, p1 = c0 * _PHILOX_MUL[0], c2 * _PHILOX_MUL[1]
+        c0 = (p1 >> 32 & _MASK32) ^ c1 ^ k0
+        c2 = (p0 >> 32 & _MASK32) ^ c3 ^ k1
+        c1, c3 = p1 & _MASK32, p0 & _MASK32
+        k0, k1 = k0 + _PHILOX_KEY[0] & _MASK32, k1 + _PHILOX_KEY[1] & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def random_words(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
+    """
+    n groups of four random 32-bit words -> int64 (n, 4).
+
+    The address of group g: key = the two halves of the seed, counter words = (g, step, micro * 2^16 + rank,
+    layer * 16 + stream). Different addresses never meet as long as micro and rank stay below 65,536.
+    """
+    seed, step, micro, rank = counter.unbind()
+    group = torch.arange(n, device=counter.device)
+    words = [group, step & _MASK32, (micro << 16) + rank & _MASK32, torch.full_like(step, layer * 16 + stream)]
+    return torch.stack(philox(words, [seed & _MASK32, seed >> 32 & _MASK32]), dim=-1)
+
+
+def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) -> Tensor:
+    """
+    Noise for stochastic rounding -> float32 (M, K), values (k + 1/2) / 2^16.
+
+    Eight values share one Philox call, 16 bits each, low half of a word first; a row starts with a fresh group. The
+    half centres the 65,536 levels in [0, 1): the chance of rounding up is right to 2^-17 with no mean error.
+    """
+    M, K = shape
+    groups = -(-K // 8)
+    words = random_words(M * groups, counter, layer, stream)                                    # (M * groups, 4)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(M, groups * 8)[:, :K]
+    return halves.float().add_(0.5).mul_(2.0**-16)
+
+
+def random_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
+    """ n random signs, float32 (n,) of +1 and -1: bit j % 32 of word j // 32. """
+    words = random_words(-(-n // 128), counter, layer, stream).flatten()
+    bits = words[:, None] >> torch.arange(32, device=words.device) & 1
+    return 1.0 - 2.0 * bits.flatten()[:n].float()
+
+
+def hadamard(x: Tensor, signs: Tensor) -> Tensor:
+    """
+    Random Hadamard transform of the last axis: each block of n = len(signs) values times diag(signs) H_n / sqrt(n).
+
+    in    x      (..., K), any float dtype
+          signs  (n,) of +1 and -1, n a power of two; the same for all blocks
+    out   float32 (..., K rounded up to a multiple of n); the missing values of a ragged last block count as zeros
+
+    H_n is the Sylvester matrix, H_2n = [[H, H], [H, -H]]. The matrix is orthogonal, so a GEMM whose two operands
+    are both rotated along the summed axis is unchanged, while a single large value is spread over its block.
+    """
+    n = signs.numel()
+    assert n & (n - 1) == 0 and n > 0, f"a Hadamard block has a power of two values, not {n}"
+    *lead, K = x.shape
+    y = F.pad(x.float(), (0, -K % n)).view(-1, n) * signs
+    # butterfly: log2(n) passes of sums and differences, in this order of additions on every back end
+    half = 1
+    while half < n:
+        a, b = y.view(-1, n // (2 * half), 2, half).unbind(2)
+        y = torch.stack((a + b, a - b), dim=2)
+        half *= 2
+    return (y * n**-0.5).view(*lead, K + -K % n)
+
+
+# -----------------------------------------------------------------------------
+# 2  formats: blocks of grid values that share a scale
+
+TENSOR = -1                # Operand.outer: one outer scale for the whole tensor
+TINY = 2.0**-100           # a block whose largest magnitude is below this counts as all zeros
+E4M3_SMALLEST = 2.0**-9    # the smallest scale above zero
+
+
+@dataclass(frozen=True)
+class Operand:
+    """
+    How one operand of one GEMM is rounded. The default is the operand of TetraJet-v2's forward pass.
+
+    grid      values: a key of GRIDS
+    block     (rows, columns) that share an inner scale; columns run along the summed axis
+    scale     format of the inner scale: e4m3, or e8m0 (a power of two)
+    outer     columns that share a float32 outer scale: 128, TENSOR for one in all, 0 for none
+    rule      how the inner scale is rounded
+                e4m3:  nearest   may round down: then the block's own maximum lands above the grid and is clipped
+                       up        the smallest E4M3 not below: nothing clips, so stochastic rounding is unbiased
+                       17/16     nearest, with 17/16 head-room: nothing clips either   [Quartet II, 2601.22813]
+                e8m0:  ceil      2^ceil(log2(max / grid max)): nothing clips            [TetraJet v1, 2502.20853]
+                       floor     2^(floor(log2 max) - floor(log2 grid max))             [OCP MX specification]
+                       quest     2^floor(log2(2.92247856 / grid max * rms))             [Quartet, 2505.14669]
+              "" picks nearest for rtn and up for sr (e4m3), ceil (e8m0)
+    rounding  rtn (nearest, ties to even) or sr (stochastic)
+    hadamard  rotate blocks of this many values along the summed axis before rounding; 0 for none. quantize() does
+              not rotate by itself: the two operands of a GEMM share one sign vector, which the linear draws
+    """
+    grid: str = "e2m1"
+    block: tuple[int, int] = (1, 16)
+    scale: str = "e4m3"
+    outer: int = 128
+    rule: str = ""
+    rounding: str = "rtn"
+    hadamard: int = 0
+
+    def __post_init__(self):
+        rules = {"e4m3": ("nearest", "up", "17/16"), "e8m0": ("ceil", "floor", "quest")}
+        object.__setattr__(self, "block", tuple(self.block))
+        _one_of("grid", self.grid, GRIDS)
+        _one_of("scale", self.scale, rules)
+        _one_of("rounding", self.rounding, ("rtn", "sr"))
+        if not self.rule:
+            object.__setattr__(self, "rule", "ceil" if self.scale == "e8m0" else
+                               "up" if self.rounding == "sr" else "nearest")
+        _one_of(f"rule for {self.scale} scales", self.rule, rules[self.scale])
+        if len(self.block) != 2 or min(self.block) < 1:
+            raise ValueError(f"block is (rows, columns), both at least 1, not {self.block}")
+        if self.outer not in (0, TENSOR) and (self.outer < 0 or self.outer % self.block[1]):
+            raise ValueError(f"outer is 0, TENSOR or a multiple of the block's {self.block[1]} columns, not {self.outer}")
+        if self.scale == "e8m0" and self.outer:
+            raise ValueError("an e8m0 scale has the range of float32 and takes no outer scale: set outer=0")
+        if self.hadamard < 0 or self.hadamard & (self.hadamard - 1):
+            raise ValueError(f"hadamard is 0 or a power of two, not {self.hadamard}")
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "sr"
+
+
+def _one_of(what: str, value: str, allowed):
+    if value not in allowed:
+        raise ValueError(f"{what} is one of {', '.join(allowed)}, not {value!r}")
+
+
+@dataclass
+class Quantized:
+    """
+    A quantized matrix: value = code * (inner * outer).
+
+    code   uint8, shape of the input. e2m1: bits 0-2 the magnitude, bit 3 the sign. 8-bit grids: sign in bit 7
+    inner  uint8 (M / block rows, K / block columns), rounded up: the bytes of the E4M3 or E8M0 scales
+    outer  float32 (M / block rows, K / outer), () for one in all, None without outer scales
+    """
+    code: Tensor
+    inner: Tensor
+    outer: Tensor | None
+    operand: Operand
+
+    def dequantize(self) -> Tensor:
+        """ The values, float32, shape of the input. """
+        op, grid = self.operand, GRIDS[self.operand.grid]
+        sign_bit = 3 if op.grid == "e2m1" else 7
+        magnitude = decode(self.code & (1 << sign_bit) - 1, grid)
+        value = torch.where(self.code >> sign_bit != 0, -magnitude, magnitude)
+        K = value.shape[-1]
+        blocks = _to_blocks(value.reshape(-1, K), op)
+        scale = _full_scale(_scale_value(self.inner, op), self.outer, op)
+        return _from_blocks(blocks * scale[:, None, :, None], value.shape)
+
+    def bits_per_value(self) -> float:
+        """ Storage, all scales counted: 4.75 for the double block on whole blocks. """
+        element = 4 if self.operand.grid == "e2m1" else 8
+        outer = 0 if self.outer is None else 32 * self.outer.numel()
+        return element + (8 * self.inner.numel() + outer) / max(1, self.code.numel())
+
+
+def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quantized:
+    """
+    Round a matrix to a block format.
+
+    in    x        (..., K) any float dtype; leading axes count as rows. Blocks run along the last axis
+          operand  the format; its hadamard field is the linear's business and is ignored here
+          noise    uniform in [0, 1), shape of x, for operand.rounding == "sr"; without it, torch's generator draws
+    out   Quantized
+
+    source  TetraJet-v2, arXiv 2510.27527, double-block quantization: for E2M1 values with E4M3 scales
+                outer  S = (max |x| over 128 / 448) / 6
+                inner  s = e4m3((max |x| over 16 / S) / 6)
+                code   c = e2m1(x * (1 / (s * S)))
+                value  v = c * (s * S)
+    differs the paper rounds s to nearest under stochastic rounding too, which is biased; see Operand.rule
+    edges   ragged last blocks behave as if padded with zeros
+            a block of zeros gives exact zeros; one whose largest magnitude is below 2^-100 counts as zeros
+            s underflows to 0: rtn stores code 0; sr uses 2^-9 instead, so that it stays unbiased
+            a NaN or Inf makes its whole outer block NaN (the block, where there is no outer scale)
+            the sign of x is kept, also where the magnitude rounds to zero
+    """
+    c, inner, outer = _round(x, operand, noise)
+    grid = GRIDS[operand.grid]
+    sign = torch.signbit(x).to(torch.uint8) << (3 if operand.grid == "e2m1" else 7)
+    return Quantized(encode(c.abs(), grid) | sign, _scale_byte(inner, operand), outer, operand)
+
+
+def fake_quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Tensor:
+    """ quantize(...).dequantize() bit for bit, without building the codes: what training on ordinary GPUs uses. """
+    c, inner, outer = _round(x, operand, noise)
+    blocks = _to_blocks(c.reshape(-1, x.shape[-1]), operand)
+    return _from_blocks(blocks * _full_scale(inner, outer, operand)[:, None, :, None], x.shape)
+
+
+def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """ -> signed grid values (shape of x), inner scales (rows, blocks), outer scales; all float32. """
+    if op.stochastic and noise is None:
+        noise = torch.rand(x.shape, device=x.device)
+    if not op.stochastic and noise is not None:
+        raise ValueError("noise is for stochastic rounding: set rounding='sr' in the Operand or leave noise out")
+    grid = GRIDS[op.grid]
+    flat = x.float().reshape(-1, x.shape[-1])
+    blocks = _to_blocks(flat, op)                                          # (R, rows, C, columns)
+    mag = blocks.abs()
+    amax = mag.amax(dim=(1, 3))                                            # (R, C)
+    inner, outer = _scales(blocks, amax, op)
+    # a scale of zero, or of NaN, has no reciprocal: code 0
+    scale = _full_scale(inner, outer, op)
+    inv_scale = torch.where(scale > 0, 1.0 / scale, 0.0)                   # (R, C): one exact division per block
+    y = mag.mul_(inv_scale[:, None, :, None])
+    if noise is not None:
+        noise = _to_blocks(noise.reshape(flat.shape), op)
+    c = round_to_grid(y, grid, noise).copysign_(blocks)
+    return _from_blocks(c, x.shape), inner, outer
+
+
+def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor | None]:
+    """ Blocks (R, rows, C, columns) and their maxima (R, C) -> inner scales (R, C) and outer scales, float32. """
+    grid_max = GRIDS[op.grid].max
+    top = grid_max * 16 / 17 if op.rule == "17/16" else grid_max
+
+    # the largest magnitude that each block shares a fate with: if it is not finite all is NaN, if it is tiny all is 0
+    if op.outer == TENSOR:
+        outer_amax = amax.amax() if amax.numel() else amax.new_zeros(())
+    elif op.outer:
+        per_outer = op.outer // op.block[1]
+        outer_amax = F.pad(amax, (0, -amax.shape[1] % per_outer)).unflatten(1, (-1, per_outer)).amax(dim=2)
+    else:
+        outer_amax = amax
+    fate = outer_amax if op.outer == 0 else _spread(outer_amax, amax.shape, op)
+    amax = torch.where(fate < TINY, 0.0, amax)
+
+    if op.scale == "e8m0":
+        if op.rule == "ceil":
+            q = amax / top
+            low = binade(q)
+            inner = torch.where(low < q, 2 * low, low)
+        elif op.rule == "floor":
+            inner = binade(amax) * 2.0 ** -math.floor(math.log2(grid_max))
+        else:
+            inner = binade(blocks.square().mean(dim=(1, 3)).sqrt() * (2.92247856 / grid_max))
+        return torch.where(fate.isfinite(), inner.clamp(min=2.0**-127), math.nan), None
+
+    outer = None
+    if op.outer:
+        outer = torch.where(outer_amax < TINY, 1.0, outer_amax / E4M3.max / top)
+        outer = torch.where(outer_amax.isfinite(), outer, math.nan)
+        amax = amax / _spread(outer, amax.shape, op)
+    inner = round_to_grid(amax / top, E4M3, up=op.rule == "up")
+    if op.stochastic:
+        inner = inner.clamp(min=E4M3_SMALLEST)
+    # where an outer scale carries the NaN, the inner one stays an ordinary number
+    return torch.where(fate.isfinite(), inner, math.nan if outer is None else 0.0), outer
+
+
+def _spread(outer: Tensor, shape: torch.Size, op: Operand) -> Tensor:
+    """ Outer values repeated to one per inner block, shape (R, C). """
+    if outer.dim() == 0:
+        return outer.expand(shape)
+    return outer.repeat_interleave(op.outer // op.block[1], dim=1)[:, : shape[1]]
+
+
+def _full_scale(inner: Tensor, outer: Tensor | None, op: Operand) -> Tensor:
+    """ s * S, one rounding, (R, C). """
+    return inner if outer is None else inner * _spread(outer, inner.shape, op)
+
+
+def _scale_byte(scale: Tensor, op: Operand) -> Tensor:
+    """ Scale values -> bytes; NaN -> 0x7F (E4M3) or 0xFF (E8M0). """
+    nan = scale.isnan()
+    if op.scale == "e4m3":
+        return torch.where(nan, 0x7F, encode(torch.where(nan, 0.0, scale), E4M3).int()).to(torch.uint8)
+    # a power of two is its own exponent field; 2^-127 is subnormal, field 0, as E8M0 wants it
+    return torch.where(nan, 0xFF, scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _scale_value(byte: Tensor, op: Operand) -> Tensor:
+    """ The inverse of _scale_byte, float32. """
+    if op.scale == "e4m3":
+        return decode(byte, E4M3)
+    field = byte.to(torch.int32)
+    value = torch.where(field == 0, 2.0**-127, (field << 23).view(torch.float32))
+    return torch.where(field == 0xFF, math.nan, value)
+
+
+def _to_blocks(x: Tensor, op: Operand) -> Tensor:
+    """ (M, K) -> (R, rows, C, columns), padded with zeros to whole blocks. """
+    rows, columns = op.block
+    M, K = x.shape
+    if M % rows or K % columns:
+        x = F.pad(x, (0, -K % columns, 0, -M % rows))
+    return x.reshape(-(-M // rows), rows, -(-K // columns), columns)
+
+
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """ The inverse of _to_blocks, cut back to shape (..., K). """
+    R, rows, C, columns = blocks.shape
+    M, K = math.prod(shape[:-1]), shape[-1]
+    return blocks.reshape(R * rows, C * columns)[:M, :K].reshape(shape).contiguous()
+
+
+def pack(code: Tensor) -> Tensor:
+    """ E2M1 codes (..., K) -> two to a byte along K, (..., K/2 rounded up); the even column in the low nibble. """
+    code = F.pad(code, (0, code.shape[-1] % 2))
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
+def unpack(packed: Tensor, K: int) -> Tensor:
+    """ The inverse of pack, for K columns. """
+    if packed.shape[-1] != -(-K // 2):
+        raise ValueError(f"{K} codes fill {-(-K // 2)} bytes a row, not {packed.shape[-1]}")
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :K]
+
+
+# -----------------------------------------------------------------------------
+# 3  the linear
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    How the six operands of a linear's three GEMMs are rounded. None keeps that operand in the compute dtype (bf16
+    under autocast): the original tensor, not the rounded one of another operand.
+
+                  operand       of the GEMM           stored as    in the paper
+        y_x       X             Y  = X   @ W.T        (T, K)       Q1
+        y_w       W                                   (N, K)       Q2
+        dx_dy     dY            dX = dY  @ W          (T, N)       Q3
+        dx_w      W^T                                 (K, N)       Q4
+        dw_dy     dY^T          dW = dY.T @ X         (N, T)       Q5
+        dw_x      X^T                                 (K, T)       Q6
+
+    align     Q4 and Q6 round the forward's rounded tensors, Q2(W) and Q1(X), so that the gradient is that of the
+              function the forward pass really computed; False rounds the originals
+    outlier   format of the outlier channels that OutControl picked (outliers.py)
+    """
+    y_x: Operand | None = None
+    y_w: Operand | None = None
+    dx_dy: Operand | None = None
+    dx_w: Operand | None = None
+    dw_dy: Operand | None = None
+    dw_x: Operand | None = None
+    align: bool = True
+    outlier: Operand | None = None
+
+    def __post_init__(self):
+        for a, b, gemm in ((self.dx_dy, self.dx_w, "dX"), (self.dw_dy, self.dw_x, "dW"), (self.y_x, self.y_w, "Y")):
+            if a and b and a.hadamard != b.hadamard:
+                raise ValueError(f"the operands of {gemm} must rotate alike, not by {a.hadamard} and {b.hadamard}")
+        if any(op and op.hadamard for op in (self.y_x, self.y_w)):
+            raise ValueError("the forward pass does not rotate: X and W are rounded as they are")
+
+    @property
+    def operands(self) -> tuple[Operand | None, ...]:
+        """ Q1..Q6 in the paper's order. """
+        return self.y_x, self.y_w, self.dx_dy, self.dx_w, self.dw_dy, self.dw_x
+
+    def only(self, numbers) -> "Recipe":
+        """ The same recipe with every quantizer off but these (1..6). """
+        return replace(self, **{f.name: None for i, f in enumerate(fields(self)[:6], 1) if i not in numbers})
+
+    def spec(self) -> str:
+        """ The recipe as JSON: hashable, comparable, and what a custom op can take as an argument. """
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @lru_cache
+    def from_spec(spec: str) -> "Recipe":
+        """ The inverse of spec(). """
+        d = json.loads(spec)
+        return Recipe(**{k: Operand(**v) if isinstance(v, dict) else v for k, v in d.items()})
+
+
+def _rotation(a: Operand | None, b: Operand | None) -> int:
+    """ Size of the rotation that a GEMM's two operands share; it stays when one of them is not quantized. """
+    return max(op.hadamard if op else 0 for op in (a, b))
+
+
+def _gemm(a: Tensor, b: Tensor, rounded: Operand | None, dtype: torch.dtype) -> Tensor:
+    """
+    a (M, S) @ b (N, S)^T -> (M, N), summed in float32. Where neither operand was touched (rounded is None) this is
+    the very matmul that nn.Linear would run, in the compute dtype.
+    """
+    if rounded is None:
+        return F.linear(a.to(dtype), b.to(dtype))
+    return F.linear(a.float(), b.float()).to(dtype)
+
+
+def _zero_columns(x: Tensor, channels: Tensor) -> Tensor:
+    """ x (M, K) with the outlier columns set to zero in place of being cut out: blocks keep their channels. """
+    return x.index_fill(1, channels, 0.0)
+
+
+class _Step:
+    """ Everything random about one linear at one moment: hands out the noise and the signs of each operand. """
+
+    def __init__(self, recipe: Recipe, counter: Tensor, layer: int):
+        self.recipe, self.counter, self.layer = recipe, counter, layer
+
+    def round(self, x: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+        """ Operand Q<number> applied to x (M, S), without rotation; in the compute dtype where it is off. """
+        op = self.recipe.operands[number - 1]
+        if op is None:
+            return x.to(dtype)
+        return fake_quantize(x, op, uniform(x.shape, self.counter, self.layer, number) if op.stochastic else None)
+
+    def rotate(self, x: Tensor, size: int, stream: int) -> Tensor:
+        return hadamard(x, random_signs(size, self.counter, self.layer, stream)) if size else x
+
+
+# A custom op is opaque to torch.compile: the compiled model calls exactly this code, so it computes exactly what the
+# eager model does, and no random draw can be duplicated or reordered by the compiler.
+@torch.library.custom_op("nvfp4::linear", mutates_args=())
+def linear_forward(
+    x: Tensor,          # (T, K) in the compute dtype
+    weight: Tensor,     # (N, K), the master weight
+    channels: Tensor,   # (C,) int64, outlier input channels in ascending order; empty for none
+    counter: Tensor,    # (4,) int64, Counter.state
+    layer: int,         # number of this layer, so that no two layers share random numbers
+    recipe: str,        # Recipe.spec()
+    save: bool,         # also return what backward needs
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """ Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), counter. """
+    r = Recipe.from_spec(recipe)
+    step = _Step(r, counter, layer)
+    split, dtype = channels.numel() > 0, x.dtype
+
+    # forward: nearest rounding, no rotation
+    x4, w4 = (_zero_columns(x, channels), _zero_columns(weight, channels)) if split else (x, weight)
+    x_hat, w_hat = step.round(x4, 1, dtype), step.round(w4, 2, dtype)
+    if split:
+        x8, w8 = (fake_quantize(t[:, channels], r.outlier) if op else t[:, channels].to(dtype)
+                  for t, op in ((x, r.y_x), (weight, r.y_w)))
+        y = (F.linear(x_hat.float(), w_hat.float()) + F.linear(x8.float(), w8.float())).to(dtype)
+    else:
+        y = _gemm(x_hat, w_hat, r.y_x or r.y_w, dtype)
+    if not save:
+        return (y, *(x.new_empty(0, dtype=torch.float32) for _ in range(3)), counter.clone())
+
+    # Q4: the whole weight, outlier channels included, is FP4 in dX
+    w_back = weight.to(dtype)
+    if r.dx_w and r.align:
+        w_back = w_hat.float().index_copy(1, channels, w8.float()) if split else w_hat
+    dx_w = step.rotate(_transpose(w_back), _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
+    dx_w = step.round(dx_w, 4, dx_w.dtype)
+
+    # Q6: the FP4 channels rotated, the outlier channels in FP8 and not
+    x_back = x_hat if r.dw_x and r.align else x4
+    dw_x = step.rotate(_transpose(x_back), _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
+    dw_x = step.round(dw_x, 6, dw_x.dtype)
+    dw_x8 = x.new_empty(0, dtype=torch.float32)
+    if split:
+        dw_x8 = _transpose(x8 if r.dw_x and r.align else x[:, channels])
+        dw_x8 = fake_quantize(dw_x8, r.outlier) if r.dw_x else dw_x8.float()
+    return y, dx_w, dw_x, dw_x8, counter.clone()
+
+
+def _transpose(x: Tensor) -> Tensor:
+    """ A contiguous copy of x.T: an op must not return a view of its input. """
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+@linear_forward.register_fake
+def _(x, weight, channels, counter, layer, recipe, save):
+    r = Recipe.from_spec(recipe)
+    (T, K), N, C = x.shape, weight.shape[0], channels.shape[0]
+
+    def operand(rows, cols, a, b):
+        size = _rotation(a, b)
+        return x.new_empty(rows, cols + (-cols % size if size else 0), dtype=torch.float32 if size or b else x.dtype)
+
+    saved = [x.new_empty(0, dtype=torch.float32) for _ in range(3)]
+    if save:
+        saved[0] = operand(K, N, r.dx_dy, r.dx_w)
+        saved[1] = operand(K, T, r.dw_dy, r.dw_x)
+        if C:
+            saved[2] = x.new_empty(C, T, dtype=torch.float32)
+    return x.new_empty(T, N), *saved, torch.empty_like(counter)
+
+
+@torch.library.custom_op("nvfp4::linear_backward", mutates_args=())
+def linear_backward(
+    dy: Tensor,         # (T, N)
+    dx_w: Tensor,       # (K, N), rotated and rounded by the forward pass
+    dw_x: Tensor,       # (K, T), likewise
+    dw_x8: Tensor,      # (C, T), the outlier channels' activations in FP8
+    channels: Tensor,   # (C,)
+    counter: Tensor,    # (4,), as it was in the forward pass
+    layer: int,
+    recipe: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    """ dX = dY W (T, K) and dW = dY^T X (N, K), both in the dtype of dY; empty where not needed. """
+    r = Recipe.from_spec(recipe)
+    step = _Step(r, counter, layer)
+    dx, dw = dy.new_empty(0), dy.new_empty(0)
+    if need_dx:
+        a = step.rotate(dy, _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
+        dx = _gemm(step.round(a, 3, a.dtype), dx_w, r.dx_dy or r.dx_w, dy.dtype)
+    if need_dw:
+        dyt = _transpose(dy)
+        a = step.rotate(dyt, _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
+        dw = _gemm(step.round(a, 5, a.dtype), dw_x, r.dw_dy or r.dw_x, dy.dtype)
+        if channels.numel():
+            dy8 = fake_quantize(dyt, r.outlier) if r.dw_dy else dyt
+            dw = dw.index_copy(1, channels, _gemm(dy8, dw_x8, r.dw_dy or r.dw_x, dy.dtype))
+    return dx, dw
+
+
+@linear_backward.register_fake
+def _(dy, dx_w, dw_x, dw_x8, channels, counter, layer, recipe, need_dx, need_dw):
+    dx = dy.new_empty(dy.shape[0], dx_w.shape[0]) if need_dx else dy.new_empty(0)
+    dw = dy.new_empty(dy.shape[1], dw_x.shape[0]) if need_dw else dy.new_empty(0)
+    return dx, dw
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, channels, _, ctx.layer, ctx.recipe, _ = inputs
+    ctx.weight_dtype = weight.dtype
+    ctx.save_for_backward(*output[1:], channels)
+
+
+def _autograd(ctx, dy, *_):
+    dx_w, dw_x, dw_x8, counter, channels = ctx.saved_tensors
+    need_dx, need_dw = ctx.needs_input_grad[:2]
+    dx, dw = linear_backward(dy.contiguous(), dx_w, dw_x, dw_x8, channels, counter, ctx.layer, ctx.recipe,
+                             need_dx, need_dw)
+    return dx if need_dx else None, dw.to(ctx.weight_dtype) if need_dw else None, None, None, None, None, None
+
+
+linear_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+class QuantLinear(nn.Linear):
+    """
+    nn.Linear whose three GEMMs follow a Recipe. With a recipe that rounds nothing it is nn.Linear, exactly.
+
+    recipe    what is rounded, and how
+    layer     number of this layer in the model, part of the address of its random numbers
+    counter   the model's Counter, advanced by the training loop. Without one the layer keeps its own and advances it
+              at every training forward, so that no two steps share their noise
+    outliers  how many input channels OutControl will keep in recipe.outlier's format
+
+    channels  buffer (outliers,) int64: those channels in ascending order, all -1 until they are chosen
+    sumsq     None, or float32 (K,) to which each training forward adds the squares of its input's channels
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, recipe: Recipe = Recipe(),
+                 layer: int = 0, counter: Counter | None = None, outliers: int = 0, device=None, dtype=None):
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        if outliers and recipe.outlier is None:
+            raise ValueError("this recipe has no format for outlier channels: set Recipe.outlier, or outliers=0")
+        self.recipe, self.layer = recipe, layer
+        self.recipe_spec = recipe.spec()
+        self.counter, self.own_counter = counter or Counter(), counter is None
+        self.enabled = True
+        self.sumsq = None
+        self.register_buffer("channels", torch.full((outliers,), -1, device=device))
+        self.split = False
+        self.register_load_state_dict_post_hook(lambda module, _: module.set_channels(module.channels))
+
+    def set_channels(self, channels: Tensor):
+        """ Keep these input channels (all of the same -1 for none yet) in the outlier format from now on. """
+        assert channels.shape == self.channels.shape, f"{channels.shape} channels, {self.channels.shape} expected"
+        self.channels.copy_(channels.sort().values)
+        self.split = channels.numel() > 0 and bool((channels >= 0).all())
+
+    def forward_weight(self) -> Tensor:
+        """ The weight that the FP4 GEMM of the forward pass rounds, (N, K): outlier columns are zero. """
+        return _zero_columns(self.weight, self.channels) if self.split else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sumsq is not None and self.training:
+            self.sumsq += x.detach().float().square().flatten(0, -2).sum(0)
+        if not self.enabled or not any(self.recipe.operands):
+            return F.linear(x, self.weight, self.bias)
+
+        # custom ops are outside autocast's reach, so do here what it does to nn.Linear. The weight stays as it is:
+        # it is the master weight that Q2 rounds
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        flat = x.to(dtype).reshape(-1, self.in_features)
+        save = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if self.own_counter:
+            self.counter.to(x.device)
+            if save and self.training:
+                self.counter.state[1] += 1
+        channels = self.channels if self.split else self.channels[:0]
+        y = linear_forward(flat, self.weight, channels, self.counter.state, self.layer, self.recipe_spec, save)[0]
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+    def extra_repr(self) -> str:
+        on = [str(i) for i, op in enumerate(self.recipe.operands, 1) if op]
+        return f"{super().extra_repr()}, quantizers={','.join(on) or 'none'}, outliers={self.channels.numel()}"
+
+
+@contextmanager
+def quantizers_off(model: nn.Module):
+    """ Within this block every QuantLinear of the model is a plain linear: the same weights without rounding. """
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    before = [m.enabled for m in layers]
+    for m in layers:
+        m.enabled = False
+    try:
+        yield
+    finally:
+        for m, enabled in zip(layers, before):
+            m.enabled = enabled
