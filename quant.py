@@ -203,7 +203,7 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
     n = signs.numel()
     assert n & (n - 1) == 0 and n > 0, f"a Hadamard block has a power of two values, not {n}"
     *lead, K = x.shape
-    y = F.pad(x.float(), (0, -K % n)).view(-1, n) * signs
+    y = F.pad(x.float(), (0, -K % n)).reshape(-1, n) * signs
     # butterfly: log2(n) passes of sums and differences, in this order of additions on every back end
     half = 1
     while half < n:
@@ -299,8 +299,7 @@ class Quantized:
         sign_bit = 3 if op.grid == "e2m1" else 7
         magnitude = decode(self.code & (1 << sign_bit) - 1, grid)
         value = torch.where(self.code >> sign_bit != 0, -magnitude, magnitude)
-        K = value.shape[-1]
-        blocks = _to_blocks(value.reshape(-1, K), op)
+        blocks = _to_blocks(_rows(value), op)
         scale = _full_scale(_scale_value(self.inner, op), self.outer, op)
         return _from_blocks(blocks * scale[:, None, :, None], value.shape)
 
@@ -341,7 +340,7 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
 def fake_quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Tensor:
     """ quantize(...).dequantize() bit for bit, without building the codes: what training on ordinary GPUs uses. """
     c, inner, outer = _round(x, operand, noise)
-    blocks = _to_blocks(c.reshape(-1, x.shape[-1]), operand)
+    blocks = _to_blocks(_rows(c), operand)
     return _from_blocks(blocks * _full_scale(inner, outer, operand)[:, None, :, None], x.shape)
 
 
@@ -352,7 +351,7 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     if not op.stochastic and noise is not None:
         raise ValueError("noise is for stochastic rounding: set rounding='sr' in the Operand or leave noise out")
     grid = GRIDS[op.grid]
-    flat = x.float().reshape(-1, x.shape[-1])
+    flat = _rows(x.float())
     blocks = _to_blocks(flat, op)                                          # (R, rows, C, columns)
     mag = blocks.abs()
     amax = mag.amax(dim=(1, 3))                                            # (R, C)
@@ -434,6 +433,11 @@ def _scale_value(byte: Tensor, op: Operand) -> Tensor:
     field = byte.to(torch.int32)
     value = torch.where(field == 0, 2.0**-127, (field << 23).view(torch.float32))
     return torch.where(field == 0xFF, math.nan, value)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """ (..., K) -> (M, K). Spelled out because reshape(-1, K) cannot tell M of an empty tensor. """
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _to_blocks(x: Tensor, op: Operand) -> Tensor:
