@@ -219,6 +219,7 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
 TENSOR = -1                # Operand.outer: one outer scale for the whole tensor
 TINY = 2.0**-100           # a block whose largest magnitude is below this counts as all zeros
 E4M3_SMALLEST = 2.0**-9    # the smallest scale above zero
+E8M0_SMALLEST = 2.0**-127  # E8M0 has no zero: a block of zeros stores this
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,7 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
             a block of zeros gives exact zeros; one whose largest magnitude is below 2^-100 counts as zeros
             s underflows to 0: rtn stores code 0; sr uses 2^-9 instead, so that it stays unbiased
             a NaN or Inf makes its whole outer block NaN (the block, where there is no outer scale)
+            a magnitude above 2^127 may round to 2^128, which is Inf in float32
             the sign of x is kept, also where the magnitude rounds to zero
     """
     c, inner, outer = _round(x, operand, noise)
@@ -356,9 +358,9 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     mag = blocks.abs()
     amax = mag.amax(dim=(1, 3))                                            # (R, C)
     inner, outer = _scales(blocks, amax, op)
-    # a scale of zero, or of NaN, has no reciprocal: code 0
+    # code 0 where the scale is NaN, zero, or E8M0's stand-in for zero, which no block that counts can reach
     scale = _full_scale(inner, outer, op)
-    inv_scale = torch.where(scale > 0, 1.0 / scale, 0.0)                   # (R, C): one exact division per block
+    inv_scale = torch.where(scale > E8M0_SMALLEST, 1.0 / scale, 0.0)       # (R, C): one exact division per block
     y = mag.mul_(inv_scale[:, None, :, None])
     if noise is not None:
         noise = _to_blocks(noise.reshape(flat.shape), op)
@@ -390,8 +392,10 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor |
         elif op.rule == "floor":
             inner = binade(amax) * 2.0 ** -math.floor(math.log2(grid_max))
         else:
-            inner = binade(blocks.square().mean(dim=(1, 3)).sqrt() * (2.92247856 / grid_max))
-        return torch.where(fate.isfinite(), inner.clamp(min=2.0**-127), math.nan), None
+            unit = binade(amax)                                            # squares of values near 1 cannot overflow
+            near_1 = blocks / unit.clamp(min=TINY)[:, None, :, None]
+            inner = binade(near_1.square().mean(dim=(1, 3)).sqrt() * (2.92247856 / grid_max)) * unit
+        return torch.where(fate.isfinite(), inner.clamp(min=E8M0_SMALLEST), math.nan), None
 
     outer = None
     if op.outer:
@@ -431,7 +435,7 @@ def _scale_value(byte: Tensor, op: Operand) -> Tensor:
     if op.scale == "e4m3":
         return decode(byte, E4M3)
     field = byte.to(torch.int32)
-    value = torch.where(field == 0, 2.0**-127, (field << 23).view(torch.float32))
+    value = torch.where(field == 0, E8M0_SMALLEST, (field << 23).view(torch.float32))
     return torch.where(field == 0xFF, math.nan, value)
 
 
