@@ -542,9 +542,11 @@ def _gemm(a: Tensor, b: Tensor, rounded: Operand | None, dtype: torch.dtype) -> 
     a (M, S) @ b (N, S)^T -> (M, N), summed in float32. Where neither operand was touched (rounded is None) this is
     the very matmul that nn.Linear would run, in the compute dtype.
     """
-    if rounded is None:
-        return F.linear(a.to(dtype), b.to(dtype))
-    return F.linear(a.float(), b.float()).to(dtype)
+    # autocast is still on inside a custom op: left alone, it would cast the rounded operands to bf16
+    with torch.autocast(a.device.type, enabled=False):
+        if rounded is None:
+            return F.linear(a.to(dtype), b.to(dtype))
+        return F.linear(a.float(), b.float()).to(dtype)
 
 
 def _zero_columns(x: Tensor, channels: Tensor) -> Tensor:
@@ -592,7 +594,7 @@ def linear_forward(
     if split:
         x8, w8 = (fake_quantize(t[:, channels], r.outlier) if op else t[:, channels].to(dtype)
                   for t, op in ((x, r.y_x), (weight, r.y_w)))
-        y = (F.linear(x_hat.float(), w_hat.float()) + F.linear(x8.float(), w8.float())).to(dtype)
+        y = (_gemm(x_hat, w_hat, r.outlier, torch.float32) + _gemm(x8, w8, r.outlier, torch.float32)).to(dtype)
     else:
         y = _gemm(x_hat, w_hat, r.y_x or r.y_w, dtype)
     if not save:
@@ -737,8 +739,8 @@ class QuantLinear(nn.Linear):
         if not self.enabled or not any(self.recipe.operands):
             return F.linear(x, self.weight, self.bias)
 
-        # custom ops are outside autocast's reach, so do here what it does to nn.Linear. The weight stays as it is:
-        # it is the master weight that Q2 rounds
+        # autocast does not cast the arguments of a custom op, so do here what it does to nn.Linear. The weight stays
+        # as it is: it is the master weight that Q2 rounds
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         flat = x.to(dtype).reshape(-1, self.in_features)
