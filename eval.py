@@ -1,0 +1,201 @@
+"""
+What a run's weights are worth: build the model of a config, load a checkpoint, measure its loss, let it write.
+
+    python eval.py out/RUN                              validation loss, with the recipe's forward and without rounding
+    python eval.py out/RUN --prompt="Python is"         text that continues the prompt, with the recipe's forward
+
+train.py uses the same functions, so that a loss printed in training and one printed here are the same number.
+"""
+import argparse
+import difflib
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from config import Config, ConfigError
+from data import Corpus, DataError, open_corpus
+from model import GPT
+from quant import Counter, QuantLinear, Recipe, quantizers_off
+from recipes import RECIPES
+
+CHECKPOINT_FORMAT = 1
+
+
+# -----------------------------------------------------------------------------
+# from a config to a model
+
+
+def pick_device(cfg: Config) -> torch.device:
+    """ The device that cfg.device asks for; ConfigError where it is not there. """
+    if cfg.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there[cfg.device]:
+        raise ConfigError(f"device = {cfg.device!r}: PyTorch sees none on this machine; type --device=auto")
+    return torch.device(cfg.device)
+
+
+def autocast(device: torch.device):
+    """ bf16 on accelerators, as the paper trains; float32 on a CPU, where bf16 is slow and bits are compared. """
+    return nullcontext() if device.type == "cpu" else torch.autocast(device.type, torch.bfloat16)
+
+
+def recipe_of(cfg: Config) -> Recipe:
+    """ The recipe that cfg names, with the quantizers that cfg leaves on. """
+    if cfg.recipe not in RECIPES:
+        near = difflib.get_close_matches(cfg.recipe, RECIPES, n=1)
+        raise ConfigError(f"no recipe is called {cfg.recipe!r}; " +
+                          (f"did you mean {near[0]}?" if near else f"there are {', '.join(RECIPES)}"))
+    recipe = RECIPES[cfg.recipe].only([int(n) for n in cfg.quantizers.split(",") if n])
+    if cfg.outlier_frac and any(recipe.operands) and recipe.outlier is None:
+        raise ConfigError(f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, or a "
+                          "recipe that has one, such as --recipe=tetrajet_full")
+    return recipe
+
+
+def build(cfg: Config, corpus_vocab: int, device: torch.device) -> tuple[GPT, dict[str, QuantLinear], Counter]:
+    """ The model of a config on its device, its quantized linears by name, and the counter of their noise. """
+    vocab = cfg.vocab_size or -(-corpus_vocab // 128) * 128
+    if vocab < corpus_vocab:
+        raise ConfigError(f"vocab_size = {vocab}, but the data has {corpus_vocab} ids; type --vocab_size=0")
+    recipe, layers = recipe_of(cfg), {}
+    counter = Counter(cfg.seed)
+
+    def make_linear(in_features: int, out_features: int, name: str) -> nn.Module:
+        outliers = round(cfg.outlier_frac * in_features) if any(recipe.operands) else 0
+        layers[name] = QuantLinear(in_features, out_features, bias=False, recipe=recipe, layer=len(layers),
+                                   counter=counter, outliers=outliers)
+        return layers[name]
+
+    model = GPT(cfg, vocab, make_linear).to(device)
+    counter.to(device)
+    return model, layers, counter
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+
+class CheckpointError(ValueError):
+    """ A checkpoint that cannot be used. The text is one line and says what to do. """
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """ The checkpoints of a run, newest first. """
+    return sorted(folder.glob("ckpt_*.pt"), reverse=True)
+
+
+def read_checkpoint(path: Path) -> dict:
+    """ One checkpoint file, its tensors on the CPU. weights_only: a file can hold tensors and numbers, not code. """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    # a torn zip, a pickle that is not ours, a file that is no checkpoint at all: torch has a dozen ways to say so
+    except Exception as error:
+        raise CheckpointError(f"{path} is torn or no checkpoint ({type(error).__name__})") from None
+    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of this program (format {CHECKPOINT_FORMAT})")
+    return state
+
+
+def newest_checkpoint(folder: Path, say=print) -> tuple[Path, dict] | None:
+    """ The newest checkpoint of a run that can be read; says which ones it had to skip. None if there is none. """
+    for path in checkpoints(folder):
+        try:
+            return path, read_checkpoint(path)
+        except CheckpointError as error:
+            say(f"skipping a checkpoint: {error}")
+    return None
+
+
+def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None):
+    """ A run's folder -> (model, config, corpus, step), ready for evaluation. CheckpointError, DataError. """
+    found = newest_checkpoint(folder, say=lambda line: print(line, file=sys.stderr))
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give the folder of a run, such as out/NAME")
+    path, state = found
+    try:
+        cfg = Config.from_dict(state["config"] | {"device": device} | ({} if data is None else {"data": data}))
+        corpus = open_corpus(cfg.data)
+        model, _, _ = build(cfg, state["vocab_size"], pick_device(cfg))
+        model.load_state_dict(state["model"])
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path} does not fit this version of the program: {str(error).splitlines()[0]}")
+    if corpus.vocab_size != state["vocab_size"]:
+        raise CheckpointError(f"{path} was trained on {state['vocab_size']} ids and {corpus.name} has "
+                              f"{corpus.vocab_size}; give the folder of its data with --data=DIR")
+    return model.eval(), cfg, corpus, state["step"]
+
+
+# -----------------------------------------------------------------------------
+# loss and text
+
+
+@torch.no_grad()
+def val_loss(model: GPT, corpus: Corpus, cfg: Config) -> float:
+    """ Cross entropy in nats per token over the first cfg.eval_tokens held-out tokens, the same ones every time. """
+    device = next(model.parameters()).device
+    total = min(cfg.eval_tokens // cfg.seq_len, corpus.val.whole_windows(cfg.seq_len))
+    batch = cfg.micro_batch or cfg.batch_tokens // cfg.seq_len
+    ce_sum, count = 0.0, 0
+    was_training = model.training
+    model.eval()
+    for first in range(0, total, batch):
+        rows = corpus.val.sequences(first, min(batch, total - first), cfg.seq_len, seed=0, shuffle=0).to(device)
+        with autocast(device):
+            ce, _, n = model(rows[:, :-1], rows[:, 1:])
+        ce_sum, count = ce_sum + ce.double(), count + n
+    model.train(was_training)
+    return float(ce_sum / count)
+
+
+def val_losses(model: GPT, corpus: Corpus, cfg: Config) -> dict[str, float]:
+    """ The loss with the recipe's forward, which is what would be deployed, and of the same weights unrounded. """
+    losses = {"val_loss_fp4": val_loss(model, corpus, cfg)}
+    with quantizers_off(model):
+        losses["val_loss_bf16"] = val_loss(model, corpus, cfg)
+    return losses
+
+
+def sample(model: GPT, corpus: Corpus, prompt: str, n: int, temperature: float = 0.8, top_k: int = 50,
+           seed: int = 0) -> str:
+    """ The prompt and n tokens more, with the recipe's forward. An empty prompt starts a new document. """
+    encoding = corpus.encoding
+    device = next(model.parameters()).device
+    tokens = torch.tensor([[encoding.eot_token] + encoding.encode_ordinary(prompt)], device=device)
+    generator = torch.Generator().manual_seed(seed)
+    with autocast(device):
+        tokens = model.generate(tokens, n, temperature, top_k, generator, vocab_limit=corpus.vocab_size)
+    return encoding.decode([t for t in tokens[0, 1:].tolist() if t != encoding.eot_token])
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(description="Loss and text of a trained model.", allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="the folder of a run, such as out/tetrajet_full-s1")
+    parser.add_argument("--prompt", help="continue this text instead of measuring the loss")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of text to write (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
+    parser.add_argument("--top_k", type=int, default=50, help="draw among this many likeliest tokens, 0 all (50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the text (0)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (auto)")
+    parser.add_argument("--data", help="folder of token shards, if it is not where it was in training")
+    args = parser.parse_args(argv)
+    if args.tokens < 1 or args.temperature < 0 or args.top_k < 0:
+        parser.error("--tokens must be at least 1, --temperature and --top_k at least 0")
+    try:
+        model, cfg, corpus, step = load_checkpoint(args.run, args.device, args.data)
+        if args.prompt is not None:
+            print(sample(model, corpus, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
+            return
+        print(f"step: {step}")
+        for name, loss in val_losses(model, corpus, cfg).items():
+            print(f"{name}: {loss:.4f}")
+    except (CheckpointError, ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,422 @@
+"""
+Train a language model with all linear layers in FP4, forward and backward.
+
+    python train.py configs/tetrajet_full.py                         a small model, any machine, minutes
+    python train.py configs/bf16.py                                  the same without rounding, to compare with
+    python train.py configs/tetrajet_full.py configs/olmo2_70m.py --data=data/fineweb10B      one GPU
+
+Everything of a run lies in out/<name>/: config.json, metrics.csv (one row per logged step), log.txt and the last two
+checkpoints. The same command again continues a run that was killed, from its newest checkpoint, and computes what it
+would have computed without the interruption: bit for bit on a CPU, SR noise included, since every random number is a
+function of (seed, step, micro-step, layer, operand).
+"""
+import csv
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from config import Config, ConfigError, load
+from data import Corpus, DataError, open_corpus
+from eval import (CHECKPOINT_FORMAT, autocast, build, checkpoints, newest_checkpoint, pick_device, sample,
+                  val_losses)
+from osci import OsciReset
+from outliers import OutControl
+
+# knobs that may differ when a run is continued: they change what is written and where it runs, not what is computed
+FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "log_every", "eval_every",
+        "eval_tokens", "save_every", "sample_tokens")
+COLUMNS = ("step", "tokens", "seconds", "lr", "train_loss", "z_loss", "grad_norm", "val_loss_fp4", "val_loss_bf16",
+           "tokens_per_s", "osci_reset", "osci_flips", "osci_reversals", "osci_single_crossings", "osci_near")
+
+
+class TrainingError(RuntimeError):
+    """ The run cannot go on. The text is one line and says what to do. """
+
+
+# -----------------------------------------------------------------------------
+# a run's folder
+
+
+class Run:
+    """ The folder out/<name>: what a run writes, and how it finds itself again. """
+
+    def __init__(self, cfg: Config):
+        self.folder = Path(cfg.out) / cfg.name
+        self.warned = False
+
+    def open(self, cfg: Config) -> dict | None:
+        """
+        Make the folder ready and return the checkpoint to continue from, None for a fresh start. ConfigError if it
+        holds a run that this command would spoil.
+        """
+        if cfg.overwrite and self.folder.exists():
+            if not (self.folder / "config.json").exists() and any(self.folder.iterdir()):
+                raise ConfigError(f"{self.folder} is not the folder of a run; --overwrite will not delete it")
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob("*.tmp"):                         # of a run that was killed while saving
+            leftover.unlink()
+        found = newest_checkpoint(self.folder, self.say)
+        if found is None:
+            self._write("config.json", json.dumps(cfg.to_dict(), indent=1))
+            self._write("metrics.csv", ",".join(COLUMNS) + "\n")
+            return None
+        path, state = found
+        differ = [f"{k}={state['config'].get(k)!r}" for k, v in cfg.to_dict().items()
+                  if k not in FREE and state["config"].get(k) != v]
+        if differ:
+            raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
+                              "--overwrite to delete that run")
+        if state["step"] >= cfg.steps:
+            raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, or --overwrite to "
+                              "delete it")
+        self.say(f"continuing from {path}, step {state['step']}")
+        self._drop_rows(state["step"])
+        return state
+
+    def _drop_rows(self, step: int):
+        """ Forget logged rows from `step` on: they will be computed, and logged, again. """
+        path = self.folder / "metrics.csv"
+        rows = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
+        # a row that was cut off when the run was killed has no number to compare
+        kept = [row for row in rows if (row["step"] or "").isdigit() and int(row["step"]) < step]
+        self._write("metrics.csv", "".join(",".join(line) + "\n" for line in
+                                           [COLUMNS] + [[row.get(c) or "" for c in COLUMNS] for row in kept]))
+
+    def _write(self, name: str, text: str):
+        """ Replace a file as a whole, or not at all. """
+        path = self.folder / name
+        temporary = path.with_name(name + ".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+
+    def _append(self, name: str, text: str):
+        try:
+            with open(self.folder / name, "a") as f:
+                f.write(text)
+        except OSError as error:
+            if not self.warned:
+                print(f"warning: cannot write {self.folder / name}: {error.strerror}; the run goes on", file=sys.stderr)
+            self.warned = True
+
+    def say(self, line: str = ""):
+        print(line, flush=True)
+        self._append("log.txt", line + "\n")
+
+    def row(self, values: dict):
+        """ One row of metrics.csv; a column that was not measured at this step stays empty. """
+        shown = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in (values.get(c, "") for c in COLUMNS)]
+        self._append("metrics.csv", ",".join(shown) + "\n")
+
+    def save(self, state: dict) -> bool:
+        """
+        Write ckpt_<step>.pt under a temporary name, sync it to the disk, rename it; keep the last two. A kill at any
+        moment leaves the previous checkpoint whole. False, with a message, if it cannot be written.
+        """
+        path = self.folder / f"ckpt_{state['step']:09d}.pt"
+        temporary = path.with_suffix(".tmp")
+        try:
+            with open(temporary, "wb") as f:
+                torch.save(state, f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            kept = checkpoints(self.folder)
+            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            self.say(f"error: cannot save {path} ({reason}); free some space. The run goes on, "
+                     f"{f'{kept[0]} is kept' if kept else 'nothing is saved yet'}")
+            return False
+        for old in checkpoints(self.folder)[2:]:
+            old.unlink()
+        return True
+
+
+def commit() -> str:
+    """ The git commit of this code, '+' if files were changed since; 'unknown' outside a repository. """
+    def git(*args):
+        here = Path(__file__).resolve().parent
+        return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# -----------------------------------------------------------------------------
+# schedule, printing
+
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """ Linear warm-up to the peak, then cosine or linear decay to the floor at decay_end, then flat. """
+    warmup, end = round(cfg.warmup * cfg.steps), round(cfg.decay_end * cfg.steps)
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, end - warmup))
+    fall = (1 + math.cos(math.pi * progress)) / 2 if cfg.schedule == "cosine" else 1 - progress
+    return cfg.lr * (cfg.lr_final + (1 - cfg.lr_final) * fall)
+
+
+def layer_table(layers: dict, cfg: Config) -> str:
+    rows = [f"{'layer':24} {'in':>6} {'out':>6} {'parameters':>12}  {'FP8 channels':>12}  quantizers of {cfg.recipe}"]
+    for name, layer in layers.items():
+        on = ",".join(f"Q{i}" for i, op in enumerate(layer.recipe.operands, 1) if op) or "none"
+        rows.append(f"{name:24} {layer.in_features:6} {layer.out_features:6} {layer.weight.numel():12,}  "
+                    f"{layer.channels.numel():12}  {on}")
+    return "\n".join(rows)
+
+
+def clock(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s"
+
+
+def first_bad(model: torch.nn.Module) -> str:
+    """ The first tensor that holds a NaN or Inf, to name it. """
+    for name, p in model.named_parameters():
+        if not p.isfinite().all():
+            return f"the weight {name} is not finite"
+        if p.grad is not None and not p.grad.isfinite().all():
+            return f"the gradient of {name} is not finite"
+    return "all weights and gradients are finite"
+
+
+# -----------------------------------------------------------------------------
+# training
+
+
+class Trainer:
+    """ Everything that lives while training, and what of it a checkpoint holds. """
+
+    def __init__(self, cfg: Config, corpus: Corpus):
+        self.cfg, self.corpus = cfg, corpus
+        self.device = pick_device(cfg)
+        self.model, self.layers, self.counter = build(cfg, corpus.vocab_size, self.device)
+        # the fused update is one kernel on a GPU and one pass on a CPU
+        self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
+                                           betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
+        rounds = any(any(layer.recipe.operands) for layer in self.layers.values())
+        self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start), cfg.in_steps(cfg.outlier_window))
+        self.osci = OsciReset(self.layers, cfg.osci, cfg.in_steps(cfg.osci_start), cfg.in_steps(cfg.osci_period),
+                              cfg.in_steps(cfg.osci_window), cfg.osci_tau, cfg.osci_track) \
+            if cfg.osci != "off" and rounds else None
+        compiled = cfg.compile and self.device.type == "cuda"
+        # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
+        self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.step = 0
+        self.seconds = 0.0
+
+    def state(self) -> dict:
+        return {
+            "format": CHECKPOINT_FORMAT, "config": self.cfg.to_dict(), "commit": commit(),
+            "vocab_size": self.corpus.vocab_size, "train_tokens": self.corpus.train.n_tokens,
+            "step": self.step, "seconds": self.seconds, "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(), "outliers": self.outliers.state_dict(),
+            "osci": self.osci.state_dict() if self.osci else None,
+        }
+
+    def load(self, state: dict):
+        tokens = self.corpus.train.n_tokens
+        if (state["vocab_size"], state["train_tokens"]) != (self.corpus.vocab_size, tokens):
+            raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens and the data now has "
+                              f"{tokens:,}; type --data=DIR of the same data, or --name=ANOTHER for a new run")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.outliers.load_state_dict(state["outliers"])
+        if self.osci:
+            self.osci.load_state_dict(state["osci"])
+        self.step, self.seconds = state["step"], state["seconds"]
+
+    def micro_batches(self):
+        """ The sequences of this step: a function of (seed, step) alone, so there is no loader to save. """
+        cfg = self.cfg
+        sequences = cfg.batch_tokens // cfg.seq_len
+        size = cfg.micro_batch or sequences
+        for micro in range(sequences // size):
+            rows = self.corpus.train.sequences(self.step * sequences + micro * size, size, cfg.seq_len, cfg.seed,
+                                               cfg.shuffle)
+            if self.device.type == "cuda":
+                rows = rows.pin_memory()
+            rows = rows.to(self.device, non_blocking=True)
+            yield micro, rows[:, :-1], rows[:, 1:]
+
+    def train_step(self) -> dict:
+        """ One optimizer step -> train_loss, z_loss, grad_norm as tensors on the device, and what OsciReset saw. """
+        cfg, device = self.cfg, self.device
+        self.outliers.begin_step(self.step)
+        ce_total = z_total = torch.zeros((), device=device)
+        for micro, inputs, targets in self.micro_batches():
+            self.counter.set(self.step, micro)
+            with autocast(device):
+                ce, z, _ = self.forward(inputs, targets)
+            # sums over the whole step's tokens, so that the split into micro-batches does not matter
+            ((ce + cfg.z_loss * z) / cfg.batch_tokens).backward()
+            ce_total, z_total = ce_total + ce.detach(), z_total + z.detach()
+        chosen = self.outliers.after_step(self.step)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip or math.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        osci = self.osci.after_step(self.step) if self.osci else None
+        self.step += 1
+        return {"train_loss": ce_total / cfg.batch_tokens, "z_loss": z_total / cfg.batch_tokens, "grad_norm": norm,
+                "chosen": chosen, "osci": osci}
+
+
+def report(run: Run, trainer: Trainer, step: int, seen: dict) -> dict:
+    """ Say what OutControl and OsciReset did in a step; -> the columns of metrics.csv that they fill. """
+    if seen["chosen"]:
+        n = sum(c.numel() for c in seen["chosen"].values())
+        run.say(f"step {step}: OutControl keeps {n} input channels of {len(seen['chosen'])} layers in FP8 from now on")
+    osci = seen["osci"]
+    if osci is None:
+        return {}
+    run.say(f"step {step}: OsciReset {osci}")
+    return {"osci_reset": osci.reset, "osci_flips": osci.flips, "osci_reversals": osci.reversals,
+            "osci_single_crossings": osci.single_crossings, "osci_near": osci.near_share}
+
+
+def train(cfg: Config, run: Run, trainer: Trainer):
+    """ The loop. """
+    model, corpus = trainer.model, trainer.corpus
+    first = trainer.step
+    saved = True
+    began, trained = time.time(), 0.0
+    stalled = torch.zeros((), device=trainer.device)       # counts losses that are not finite, without a host sync
+
+    def due(every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+    def check_finite(step: int):
+        if stalled:
+            kept = checkpoints(run.folder)
+            raise TrainingError(f"step {step}: the loss is not finite and {first_bad(model)}; lower --lr and start "
+                                f"anew, or continue from {kept[0] if kept else 'nothing: no checkpoint yet'}")
+
+    for step in range(first, cfg.steps + 1):
+        last = step == cfg.steps
+        row = {"step": step, "tokens": step * cfg.batch_tokens, "seconds": trainer.seconds}
+
+        # once in a while, and at the end: validation loss, with the recipe's forward and without rounding
+        if last or (due(cfg.eval_every, step) and step > first):
+            check_finite(step)
+            row |= val_losses(model, corpus, cfg)
+            run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
+                    f"{row['val_loss_bf16']:.4f} (no rounding)")
+
+        # once in a while, and at the end: save
+        stop = cfg.stop_at == step > first
+        if step > first and (last or stop or due(cfg.save_every, step)):
+            check_finite(step)
+            saved = run.save(trainer.state())
+        if last or stop:
+            run.row(row) if last else run.say(f"stopped at step {step}, as stop_at says")
+            break
+
+        # ---- one optimizer step, the only timed part
+        start = time.time()
+        seen = trainer.train_step()
+        stalled += ~(seen["train_loss"].isfinite() & seen["grad_norm"].isfinite())
+        log = due(cfg.log_every, step)
+        if log:
+            check_finite(step)                             # waits for the device, so the clock below is right
+        trainer.seconds += time.time() - start
+        trained += time.time() - start
+        # ---- end of the timed part
+
+        row |= report(run, trainer, step, seen)
+        if log:
+            row |= {k: float(seen[k]) for k in ("train_loss", "z_loss", "grad_norm")}
+            row |= {"lr": learning_rate(cfg, step), "tokens_per_s": (step + 1 - first) * cfg.batch_tokens / trained}
+            left = (time.time() - began) / (step + 1 - first) * (cfg.steps - step - 1)
+            run.say(f"step {step}/{cfg.steps}  loss {row['train_loss']:.4f}  lr {row['lr']:.2e}  "
+                    f"grad {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s  {clock(left)} left")
+        if len(row) > 3:
+            run.row(row)
+    if not saved:
+        raise TrainingError("the last checkpoint could not be saved; see the message above")
+    return row if last else None
+
+
+def summary(run: Run, trainer: Trainer, row: dict):
+    """ The last thing printed: one greppable `key: value` block. """
+    device = trainer.device
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _peak_rss()
+    trained = trainer.step * trainer.cfg.batch_tokens
+    values = {
+        "val_loss_fp4": f"{row['val_loss_fp4']:.4f}", "val_loss_bf16": f"{row['val_loss_bf16']:.4f}",
+        "tokens": trained, "seconds": f"{trainer.seconds:.1f}", "tokens_per_s": f"{trained / trainer.seconds:.0f}",
+        "peak_gb": f"{peak:.2f}", "backend": "reference", "commit": commit(),
+    }
+    for key, value in values.items():
+        run.say(f"{key}: {value}")
+
+
+def _peak_rss() -> float:
+    """ The most memory this process ever held, GiB; nan where the system does not tell (Windows). """
+    try:
+        import resource
+    except ImportError:
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024         # bytes on macOS, kilobytes on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def introduce(run: Run, trainer: Trainer):
+    """ Say what is about to run, and where. """
+    cfg, device, count = trainer.cfg, trainer.device, trainer.model.num_params()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+    run.say(f"torch {torch.__version__}, {name}, commit {commit()}, run {run.folder}")
+    if any(any(layer.recipe.operands) for layer in trainer.layers.values()):
+        run.say(f"backend reference: FP4 is emulated, the numbers are those of the format and the speed is not")
+    run.say(trainer.corpus.describe())
+    run.say(f"{sum(count.values()):,} parameters: {count['block_linears']:,} in the linears of {cfg.n_layer} blocks, "
+            f"{count['embeddings']:,} in embedding and head")
+    epochs = trainer.corpus.train.epochs(cfg.steps * cfg.batch_tokens // cfg.seq_len, cfg.seq_len)
+    run.say(f"{cfg.steps:,} steps of {cfg.batch_tokens:,} tokens" +
+            (f": {epochs:.1f} times through the training tokens" if epochs > 1 else ""))
+
+
+def main(argv: list[str]):
+    cfg = load(argv)
+    try:
+        corpus = open_corpus(cfg.data)
+        trainer = Trainer(cfg, corpus)
+        if cfg.dry_run:
+            print(json.dumps(cfg.to_dict(), indent=1))
+            print(layer_table(trainer.layers, cfg))
+            return
+        run = Run(cfg)
+        state = run.open(cfg)
+        if state:
+            trainer.load(state)
+            del state
+        introduce(run, trainer)
+        row = train(cfg, run, trainer)
+        if row is not None:
+            if cfg.sample_tokens:
+                run.say("\na sample, with the recipe's forward:\n" + sample(trainer.model, corpus, "", cfg.sample_tokens) + "\n")
+            summary(run, trainer, row)
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
