@@ -386,7 +386,7 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor |
 
     if op.scale == "e8m0":
         if op.rule == "ceil":
-            q = amax / top
+            q = _over(amax, top)
             low = binade(q)
             inner = torch.where(low < q, 2 * low, low)
         elif op.rule == "floor":
@@ -399,14 +399,19 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor |
 
     outer = None
     if op.outer:
-        outer = torch.where(outer_amax < TINY, 1.0, outer_amax / E4M3.max / top)
+        outer = torch.where(outer_amax < TINY, 1.0, _over(_over(outer_amax, E4M3.max), top))
         outer = torch.where(outer_amax.isfinite(), outer, math.nan)
         amax = amax / _spread(outer, amax.shape, op)
-    inner = round_to_grid(amax / top, E4M3, up=op.rule == "up")
+    inner = round_to_grid(_over(amax, top), E4M3, up=op.rule == "up")
     if op.stochastic:
         inner = inner.clamp(min=E4M3_SMALLEST)
     # where an outer scale carries the NaN, the inner one stays an ordinary number
     return torch.where(fate.isfinite(), inner, math.nan if outer is None else 0.0), outer
+
+
+def _over(x: Tensor, number: float) -> Tensor:
+    """ x / number, rounded once. With a Python number PyTorch's CUDA kernel multiplies by 1 / number: other bits. """
+    return x / torch.full((), number, device=x.device)
 
 
 def _spread(outer: Tensor, shape: torch.Size, op: Operand) -> Tensor:
