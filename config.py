@@ -1,0 +1,337 @@
+"""
+Every knob of a run, and the few functions that set them.
+
+    python train.py configs/tetrajet_full.py configs/olmo2_70m.py --seed=2 --lr=3e-4
+
+Any number of config files is read from left to right, and a later file wins over an earlier one. A flag wins
+over every file, wherever it stands on the line. The dataclass below is the documentation: one line per knob,
+with its unit and default; `--help` prints the same lines. The defaults are the `nano` size, which trains on
+a laptop's CPU in minutes and downloads nothing.
+
+A config file is a list of Python assignments to these names, with comments and perhaps a docstring:
+
+    steps = 12_505
+    osci_start = 8_000 / steps        # names assigned further up in the same file may be used
+
+It is parsed, never executed, so it can neither do harm nor invent a name that nobody reads: a misspelt name
+is an error that tells the nearest real one. There is no None and no list, and nothing here reads the
+environment: the resolved Config, saved as config.json, says everything about a run.
+"""
+import ast
+import difflib
+import inspect
+import math
+import operator
+import re
+import sys
+import textwrap
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+
+# Lengths of phases are fractions of training, so that a config survives a change of `steps`; sizes of batches
+# are in tokens, so that it survives a change of `seq_len`. An interval of 0 means never.
+@dataclass(frozen=True)
+class Config:
+    # run
+    out: str = "out"                    # folder that holds the folders of all runs
+    name: str = ""                      # this run's folder under out; "" = config files and seed, bf16-s1
+    seed: int = 1                       # decides the first weights, the order of the data, the rounding noise
+    device: str = "auto"                # auto | cpu | cuda | mps; auto = the fastest that is there
+    backend: str = "auto"               # auto | reference | emulate | native: who computes the FP4 products
+    compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
+    overwrite: bool = False             # delete a finished or unfinished run of the same name and start anew
+    stop_at: int = 0                    # stop after this step, saved, as a job that is killed would; 0 = off
+    dry_run: bool = False               # print the resolved config and the table of layers, then stop
+
+    # data
+    data: str = ""                      # folder of token shards; "" = the text of this Python installation
+    shuffle: int = 4096                 # sequences in a shuffle window; 0 = read them in order
+
+    # model
+    n_layer: int = 4                    # blocks
+    d_model: int = 128                  # width of the residual stream
+    n_head: int = 4                     # attention heads, each d_model / n_head wide
+    d_ff: int = 256                     # inner width of the SwiGLU
+    seq_len: int = 128                  # tokens in a training sequence
+    vocab_size: int = 0                 # rows of the embedding; 0 = the data's, up to a multiple of 128
+    rope_theta: float = 500_000.0       # base of the rotary frequencies
+    norm_eps: float = 1e-6              # added to the mean square in every RMSNorm
+    init_std: float = 0.02              # of the initial weights, a normal that is cut at 3 std
+
+    # training
+    steps: int = 300                    # optimizer steps
+    batch_tokens: int = 2048            # tokens in an optimizer step, over all ranks and micro-steps
+    micro_batch: int = 0                # sequences in a micro-step on one rank; 0 = the rank's whole batch
+    lr: float = 2e-3                    # peak learning rate
+    warmup: float = 0.05                # fraction of training over which the rate rises to its peak
+    schedule: str = "cosine"            # cosine | linear: how it falls from there
+    decay_end: float = 1.0              # fraction of training at which it has reached its floor
+    lr_final: float = 0.1               # the floor, as a fraction of the peak
+    weight_decay: float = 0.1           # decoupled (AdamW), on all but the token embedding
+    beta1: float = 0.9                  # Adam's decay of the mean of gradients
+    beta2: float = 0.95                 # Adam's decay of the mean of squared gradients
+    adam_eps: float = 1e-8              # Adam's eps
+    clip: float = 1.0                   # largest norm of the whole gradient; 0 = off
+    z_loss: float = 1e-5                # weight of the mean of log(sum(exp(logits)))^2 in the loss; 0 = off
+
+    # precision
+    recipe: str = "bf16"                # an entry of recipes.py
+    quantizers: str = "1,2,3,4,5,6"     # which of the recipe's quantizers Q1 to Q6 are on; "" = none
+    outlier_frac: float = 0.0           # share of each layer's input channels kept in MXFP8; 0 = off
+    outlier_start: float = 0.01         # fraction of training at which the choice of channels begins
+    outlier_window: float = 0.03        # fraction of training over which channels are measured
+    osci: str = "off"                   # off | full | topk | edge: how oscillating weights are found
+    osci_start: float = 0.6             # fraction of training after which they are reset
+    osci_period: float = 0.1            # fraction of training from one reset to the next
+    osci_window: float = 0.05           # fraction of training, in each period, over which they are tracked
+    osci_tau: float = 8.0               # reset a weight that moved tau times as far after rounding as before
+    osci_track: float = 0.05            # share of each layer's weights that osci=topk tracks
+
+    # log
+    log_every: int = 10                 # steps from one row of metrics.csv to the next
+    eval_every: int = 100               # steps from one validation loss to the next
+    eval_tokens: int = 16384            # validation tokens, the same ones every time
+    save_every: int = 100               # steps from one checkpoint to the next
+    sample_tokens: int = 200            # tokens of text sampled at the end; 0 = off
+
+    def in_steps(self, fraction: float) -> int:
+        """ A fraction of training as a number of steps, at least 1. """
+        return max(1, round(fraction * self.steps))
+
+    def to_dict(self) -> dict:
+        """ For config.json and checkpoints. """
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict) -> "Config":
+        """ The inverse of to_dict. Knobs that are not in `values` take their defaults. """
+        return check(Config(**{name: fit(name, value) for name, value in values.items()}))
+
+
+KINDS = {f.name: f.type for f in fields(Config)}
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 'text, such as "auto"'}
+
+
+class ConfigError(ValueError):
+    """ A mistake of the user's, told in one line that says what to type instead. """
+
+
+def fit(name: str, value):
+    """ The value in the type of the knob `name`. 1 is a good float and 1e3 a good int; True is no number. """
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists them all"
+        raise ConfigError(f"no knob is called {name!r}; {hint}")
+    kind = KINDS[name]
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{name} wants {WANTED[kind]}, not {value!r}")
+    return value
+
+
+# -----------------------------------------------------------------------------
+# config files
+
+ARITHMETIC = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg,
+}
+
+# No knob needs more than these, and they bound the work: 9**9**9 would run until memory ends.
+LARGEST, LARGEST_EXPONENT = 10**15, 64
+
+
+def evaluate(node: ast.expr, earlier: dict):
+    """ The value of one expression of a config file: literals, earlier names, and arithmetic on numbers. """
+    if isinstance(node, ast.Constant):
+        value = node.value
+    elif isinstance(node, ast.Name) and node.id in earlier:
+        value = earlier[node.id]
+    elif isinstance(node, (ast.BinOp, ast.UnaryOp)) and type(node.op) in ARITHMETIC:
+        parts = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.operand]
+        parts = [evaluate(part, earlier) for part in parts]
+        if not all(type(part) in (int, float) for part in parts):
+            raise ConfigError(f"arithmetic is for numbers: {shown(node)}")
+        if isinstance(node.op, ast.Pow) and abs(parts[1]) > LARGEST_EXPONENT:
+            raise ConfigError(f"exponents end at {LARGEST_EXPONENT}: {shown(node)}")
+        value = ARITHMETIC[type(node.op)](*parts)
+    else:
+        value = None    # a call, an attribute, a list, a name that is not assigned above
+    if type(value) not in WANTED:
+        raise ConfigError(f"a value is text, True, False or arithmetic with earlier names, not {shown(node)}")
+    if type(value) in (int, float) and abs(value) > LARGEST:
+        raise ConfigError(f"numbers end at {LARGEST:.0e}: {shown(node)}")
+    return value
+
+
+def shown(node: ast.AST) -> str:
+    """ A piece of source on one line. """
+    return textwrap.shorten(ast.unparse(node), 60, placeholder=" ...")
+
+
+def read_file(path: str) -> dict:
+    """ The assignments of one config file. """
+    values, line = {}, 1
+    try:
+        for node in ast.parse(Path(path).read_bytes()).body:
+            line = node.lineno
+            match node:
+                case ast.Expr(value=ast.Constant(value=str())):
+                    continue    # a docstring
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    pass
+                case _:
+                    raise ConfigError(f"a config file holds lines `name = value`, not {shown(node)}")
+            if name in values:
+                raise ConfigError(f"{name} is assigned twice in this file; keep one of the two")
+            values[name] = fit(name, evaluate(node.value, values))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path!r}: {error.strerror}; type configs/NAME.py, or --name=value")
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno}: {error.msg}")
+    except (ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path}:{line}: {(error.args or ['too large'])[-1]}")
+    return values
+
+
+# -----------------------------------------------------------------------------
+# the command line
+
+SWITCH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def read_flag(name: str, text: str):
+    """ What stands after the `=` of a flag, in the type of its knob. """
+    value = text
+    if KINDS.get(name) is bool:
+        value = SWITCH.get(text.lower(), text)
+    elif KINDS.get(name) in (int, float):
+        try:
+            value = float(text)     # fit() makes an int of it where one is wanted
+        except ValueError:
+            pass                    # fit() complains of text
+    return fit(name, value)
+
+
+def parse(argv: list[str]) -> Config:
+    """ The Config that a command line asks for, or ConfigError. """
+    files, stems, flags = {}, [], {}
+    for arg in argv:
+        if not arg.startswith("-"):
+            files |= read_file(arg)
+            stems.append(Path(arg).stem)
+            continue
+        name, equals, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--"):
+            raise ConfigError(f"{arg}: flags are written --name=value")
+        if name in flags:
+            raise ConfigError(f"--{name} is given twice; keep one of the two")
+        if not equals and KINDS.get(name, bool) is not bool:
+            raise ConfigError(f"--{name} has no value: type --{name}=VALUE")
+        flags[name] = read_flag(name, text if equals else "true")
+    cfg = check(Config(**files | flags))
+    return cfg if cfg.name else replace(cfg, name="-".join(stems or [cfg.recipe]) + f"-s{cfg.seed}")
+
+
+def load(argv: list[str]) -> Config:
+    """ parse() for a script: --help ends it with code 0, a mistake with one line on stderr and code 2. """
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        raise SystemExit(0)
+    try:
+        return parse(argv)
+    except ConfigError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2)
+
+
+def help_text() -> str:
+    """ The lines of the class Config, each knob as it is typed. """
+    lines = ["usage: python train.py [configs/NAME.py ...] [--KNOB=VALUE ...]"]
+    for line in inspect.getsource(Config).splitlines():
+        if knob := re.match(r" {4}(\w+): \w+ = (.+?) +# (.+)", line):
+            lines.append(f"  {'--' + knob[1] + '=' + knob[2]:<33} {knob[3]}")
+        elif group := re.match(r" {4}# (.+)", line):
+            lines.append(f"\n{group[1]}")
+    return "\n".join(lines)
+
+
+# -----------------------------------------------------------------------------
+# values that have the right type but make no sense
+
+CHOICES = {
+    "device": ("auto", "cpu", "cuda", "mps"),
+    "backend": ("auto", "reference", "emulate", "native"),
+    "schedule": ("cosine", "linear"),
+    "osci": ("off", "full", "topk", "edge"),
+}
+POSITIVE = """n_layer d_model n_head d_ff seq_len rope_theta norm_eps init_std steps batch_tokens lr adam_eps
+              osci_tau eval_tokens""".split()
+FRACTIONS = """warmup decay_end lr_final outlier_frac outlier_start outlier_window osci_start osci_period
+               osci_window osci_track""".split()
+
+
+def need(holds: bool, message: str):
+    if not holds:
+        raise ConfigError(message)
+
+
+def check(cfg: Config) -> Config:
+    """ The config itself, if a run could start from it. """
+    for name, value in asdict(cfg).items():
+        if KINDS[name] in (int, float):
+            # put this way round so that nan fails: every comparison with it is false
+            need(0 <= value < math.inf, f"{name} = {value}: type a finite number that is not negative")
+            need(value > 0 or name not in POSITIVE, f"{name} = {value}: type a number above 0")
+            need(value <= 1 or name not in FRACTIONS, f"{name} = {value}: type a fraction, from 0 to 1")
+        if name in CHOICES:
+            need(value in CHOICES[name], f"{name} = {value!r}: type one of {', '.join(CHOICES[name])}")
+
+    need(cfg.seed < 2**31, f"seed = {cfg.seed}: type a number below 2**31, so that it fits any counter")
+    need(max(cfg.beta1, cfg.beta2) < 1, f"beta1 = {cfg.beta1}, beta2 = {cfg.beta2}: type numbers below 1")
+    need(cfg.out != "", "out is empty: type a folder, such as out")
+    need(cfg.name not in (".", "..") and not set(cfg.name) & set("/\\"),
+         f"name = {cfg.name!r}: type the name of one folder; where it lies is the knob out")
+    chosen = cfg.quantizers.split(",") if cfg.quantizers else []
+    need(len(set(chosen)) == len(chosen) and set(chosen) <= set("123456"),
+         f"quantizers = {cfg.quantizers!r}: type some of 1,2,3,4,5,6, each once, without spaces")
+    check_sizes(cfg)
+    check_phases(cfg)
+    return cfg
+
+
+def check_sizes(cfg: Config):
+    """ What must divide what. """
+    heads = [h for h in range(1, cfg.d_model // 2 + 1) if cfg.d_model % (2 * h) == 0]
+    need(heads, f"d_model = {cfg.d_model}: type an even number")
+    need(cfg.n_head in heads,
+         f"n_head = {cfg.n_head} does not cut d_model = {cfg.d_model} into heads of one even width: "
+         f"type n_head = {min(heads, key=lambda h: abs(h - cfg.n_head))}")
+    sequences = max(1, round(cfg.batch_tokens / cfg.seq_len))
+    need(cfg.batch_tokens == sequences * cfg.seq_len,
+         f"batch_tokens = {cfg.batch_tokens} is no multiple of seq_len = {cfg.seq_len}: "
+         f"type batch_tokens = {sequences * cfg.seq_len}")
+    micro = cfg.micro_batch or sequences
+    need(sequences % micro == 0,
+         f"micro_batch = {micro} does not divide the batch of {sequences} sequences: "
+         f"type micro_batch = {math.gcd(micro, sequences)}")
+    need(cfg.eval_tokens >= cfg.seq_len,
+         f"eval_tokens = {cfg.eval_tokens} is less than a sequence: type eval_tokens = {cfg.seq_len}")
+
+
+def check_phases(cfg: Config):
+    """ What must come before what. """
+    need(cfg.warmup < cfg.decay_end,
+         f"warmup = {cfg.warmup} does not end before decay_end = {cfg.decay_end}: type a smaller warmup")
+    need(cfg.outlier_frac == 0 or cfg.outlier_start + cfg.outlier_window <= 1,
+         "outlier_start + outlier_window is more than the whole training: type smaller ones")
+    need(cfg.osci != "topk" or cfg.osci_track > 0, "osci_track = 0 tracks nothing: type a number above 0")
+    if cfg.osci in ("full", "topk"):
+        window, period = cfg.in_steps(cfg.osci_window), cfg.in_steps(cfg.osci_period)
+        enough = math.ceil((window + 1) / cfg.steps * 1e4) / 1e4
+        fix = f"osci_period = {enough:g}" if enough <= 1 else f"steps = {2 * cfg.steps} or more"
+        need(window < period, f"osci_window ({window} steps) fills osci_period ({period} steps): type {fix}")
