@@ -32,8 +32,11 @@ from outliers import OutControl
 # knobs that may differ when a run is continued: they change what is written and where it runs, not what is computed
 FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "log_every", "eval_every",
         "eval_tokens", "save_every", "sample_tokens")
+# what OsciReset reports of a window (osci.Report.row), summed over layers
+OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused", "near_share",
+        "reset_share", "scale_flicker")
 COLUMNS = ("step", "tokens", "seconds", "lr", "train_loss", "z_loss", "grad_norm", "val_loss_fp4", "val_loss_bf16",
-           "tokens_per_s", "osci_reset", "osci_flips", "osci_reversals", "osci_single_crossings", "osci_near")
+           "tokens_per_s", *(f"osci_{name}" for name in OSCI))
 
 
 class TrainingError(RuntimeError):
@@ -64,6 +67,9 @@ class Run:
         for leftover in self.folder.glob("*.tmp"):                         # of a run that was killed while saving
             leftover.unlink()
         found = newest_checkpoint(self.folder, self.say)
+        if found is None and checkpoints(self.folder):
+            raise ConfigError(f"{self.folder} holds checkpoints and none can be read; type --name=ANOTHER, or "
+                              "--overwrite to start anew")
         if found is None:
             self._write("config.json", json.dumps(cfg.to_dict(), indent=1))
             self._write("metrics.csv", ",".join(COLUMNS) + "\n")
@@ -204,11 +210,15 @@ class Trainer:
         # the fused update is one kernel on a GPU and one pass on a CPU
         self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
                                            betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
-        rounds = any(any(layer.recipe.operands) for layer in self.layers.values())
+        recipe = next(iter(self.layers.values())).recipe
+        self.rounds = any(recipe.operands)
         self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start), cfg.in_steps(cfg.outlier_window))
-        self.osci = OsciReset(self.layers, cfg.osci, cfg.in_steps(cfg.osci_start), cfg.in_steps(cfg.osci_period),
-                              cfg.in_steps(cfg.osci_window), cfg.osci_tau, cfg.osci_track) \
-            if cfg.osci != "off" and rounds else None
+        self.osci = None
+        if cfg.osci != "off" and self.rounds:
+            if recipe.y_w is None:
+                raise ConfigError("OsciReset resets weights that Q2 rounds: add 2 to --quantizers, or type --osci=off")
+            self.osci = OsciReset(self.layers, cfg.osci, cfg.in_steps(cfg.osci_start), cfg.in_steps(cfg.osci_period),
+                                  cfg.in_steps(cfg.osci_window), cfg.osci_tau, cfg.osci_track)
         compiled = cfg.compile and self.device.type == "cuda"
         # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
@@ -278,12 +288,12 @@ def report(run: Run, trainer: Trainer, step: int, seen: dict) -> dict:
     if seen["chosen"]:
         n = sum(c.numel() for c in seen["chosen"].values())
         run.say(f"step {step}: OutControl keeps {n} input channels of {len(seen['chosen'])} layers in FP8 from now on")
-    osci = seen["osci"]
-    if osci is None:
+    if seen["osci"] is None:
         return {}
-    run.say(f"step {step}: OsciReset {osci}")
-    return {"osci_reset": osci.reset, "osci_flips": osci.flips, "osci_reversals": osci.reversals,
-            "osci_single_crossings": osci.single_crossings, "osci_near": osci.near_share}
+    osci = seen["osci"].row()
+    run.say(f"step {step}: OsciReset put {osci['reset']:,} weights ({osci['reset_share']:.2%}) back on their grid values; "
+            f"of {osci['tracked']:,} tracked, {osci['flips']:,} flips, {osci['reversals']:,} of them reversals")
+    return {f"osci_{name}": osci[name] for name in OSCI}
 
 
 def train(cfg: Config, run: Run, trainer: Trainer):
@@ -308,7 +318,7 @@ def train(cfg: Config, run: Run, trainer: Trainer):
         row = {"step": step, "tokens": step * cfg.batch_tokens, "seconds": trainer.seconds}
 
         # once in a while, and at the end: validation loss, with the recipe's forward and without rounding
-        if last or (due(cfg.eval_every, step) and step > first):
+        if last or (due(cfg.eval_every, step) and step > 0):
             check_finite(step)
             row |= val_losses(model, corpus, cfg)
             run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
@@ -377,8 +387,10 @@ def introduce(run: Run, trainer: Trainer):
     cfg, device, count = trainer.cfg, trainer.device, trainer.model.num_params()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     run.say(f"torch {torch.__version__}, {name}, commit {commit()}, run {run.folder}")
-    if any(any(layer.recipe.operands) for layer in trainer.layers.values()):
-        run.say(f"backend reference: FP4 is emulated, the numbers are those of the format and the speed is not")
+    if trainer.rounds:
+        run.say("backend reference: FP4 is emulated, the numbers are those of the format and the speed is not")
+    elif cfg.osci != "off" or cfg.outlier_frac:
+        run.say(f"recipe {cfg.recipe} rounds nothing here, so osci and outlier_frac have no effect")
     run.say(trainer.corpus.describe())
     run.say(f"{sum(count.values()):,} parameters: {count['block_linears']:,} in the linears of {cfg.n_layer} blocks, "
             f"{count['embeddings']:,} in embedding and head")

@@ -1,0 +1,447 @@
+""" The loop: exact resumption, equal batches however they are cut, kills, full disks, and one line per mistake. """
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import train
+from config import parse
+from eval import read_checkpoint
+from recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE_FILES = sorted(path.name for path in (ROOT / "configs").glob("*.py") if "\nrecipe =" in path.read_text())
+
+# a model that takes a few milliseconds a step; K = 48 and 40 are no multiples of 128, 32 or, once, 16
+TINY = ["--n_layer=1", "--d_model=48", "--n_head=2", "--d_ff=40", "--seq_len=32", "--batch_tokens=128", "--steps=20",
+        "--log_every=1", "--eval_every=0", "--eval_tokens=64", "--save_every=0", "--sample_tokens=0", "--device=cpu"]
+# both windows are open at step 10: calibration over steps 8 to 17, OsciReset from 8 to 14. A calibration that ended
+# inside the OsciReset window would void the latter
+WINDOWS = ["--outlier_frac=0.1", "--outlier_start=0.4", "--outlier_window=0.5", "--osci_start=0.4",
+           "--osci_period=0.5", "--osci_window=0.3", "--osci_tau=2"]
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    """ A folder of token shards: text with plenty to learn, so that the loss falls within a few steps. """
+    folder = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, n, dtype=np.uint8)) + b" " for n in rng.integers(2, 6, 12)]
+    for name, n in (("a_train_000001", 4000), ("a_val_000000", 800)):
+        text = b"".join(words[i] for i in rng.integers(0, 12, n))
+        data.write_shard(folder / f"{name}.bin", np.frombuffer(text, np.uint8).astype(np.uint16))
+    (folder / "meta.json").write_text('{"encoding": "bytes"}')
+    return folder
+
+
+def tiny(data_folder, *flags: str) -> list[str]:
+    """ The flags of TINY and these, which win. """
+    flags = [f"--data={data_folder}", *flags]
+    last = {flag.split("=")[0]: flag for flag in TINY + flags if flag.startswith("--")}
+    return [flag for flag in flags if not flag.startswith("--")] + list(last.values())
+
+
+@pytest.fixture
+def go(shards, tmp_path, capsys):
+    """ go(name, *flags) trains a tiny model in out/name -> (its folder, what it printed). """
+    def run(name: str, *flags: str):
+        train.main(tiny(shards, f"--out={tmp_path}", f"--name={name}", *flags))
+        return tmp_path / name, capsys.readouterr().out
+    return run
+
+
+def last_state(folder: Path) -> dict:
+    return read_checkpoint(sorted(folder.glob("ckpt_*.pt"))[-1])
+
+
+def assert_same(a, b, where: str = "state"):
+    """ Equal bit for bit, all the way down. """
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}.{i}")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def learned(state: dict) -> dict:
+    """ What training computed, without what says where, when and how often it was written down. """
+    return {key: state[key] for key in ("step", "model", "optimizer", "osci", "outliers")}
+
+
+def rows(folder: Path) -> list[dict]:
+    return list(csv.DictReader((folder / "metrics.csv").open(newline="")))
+
+
+# -----------------------------------------------------------------------------
+# 10 + resume + 10 = 20
+
+@pytest.mark.parametrize("recipe, flags", [
+    ("bf16", []),
+    ("tetrajet_full", [*WINDOWS, "--osci=full"]),
+    ("tetrajet_full", [*WINDOWS, "--osci=topk", "--osci_track=0.2"]),
+    ("tetrajet_full", [*WINDOWS, "--osci=edge", "--micro_batch=2"]),
+    ("tetrajet_released", [*WINDOWS, "--osci=topk", "--osci_track=1", "--shuffle=7"]),
+])
+def test_ten_plus_ten_is_twenty(go, recipe, flags):
+    """
+    Catches: any state that a checkpoint forgets (Adam, an open OsciReset or calibration window, the noise counter, the
+    data position), and evaluation or logging that touches training. Bit for bit, with other intervals after resuming.
+    """
+    flags = [f"--recipe={recipe}", *flags]
+    straight, _ = go("straight", *flags)
+    go("resumed", *flags, "--stop_at=10", "--log_every=3", "--save_every=4")
+    stopped = last_state(straight.parent / "resumed")
+    assert stopped["step"] == 10
+    if "--osci=full" in flags or "--osci=topk" in flags:
+        assert stopped["osci"]["windows"] and stopped["outliers"]["norms"], "both windows should be open"
+    resumed, printed = go("resumed", *flags, "--eval_every=3", "--log_every=2", "--save_every=7")
+    assert "continuing from" in printed
+    assert_same(learned(last_state(straight)), learned(last_state(resumed)))
+
+
+def test_evaluation_and_logging_touch_no_training_state(go):
+    """ Catches: evaluation that draws from a shared generator, advances the counter, or leaves a flag set. """
+    flags = ["--recipe=tetrajet_full", *WINDOWS, "--osci=full"]
+    quiet, _ = go("quiet", *flags, "--log_every=0")
+    busy, _ = go("busy", *flags, "--eval_every=1", "--save_every=1", "--sample_tokens=20")
+    assert_same(learned(last_state(quiet)), learned(last_state(busy)))
+
+
+def test_resuming_forgets_the_rows_that_will_be_written_again(go):
+    """ Catches: metrics.csv with two rows for one step, or a gap, after a kill between two checkpoints. """
+    flags = ["--recipe=tetrajet_base", "--eval_every=5"]
+    folder, _ = go("r", *flags, "--stop_at=10")
+    with open(folder / "metrics.csv", "a") as f:
+        f.write("10,1280,9\n11,14")                        # rows of steps after the checkpoint, one cut off
+    go("r", *flags)
+    assert [int(row["step"]) for row in rows(folder)] == list(range(21))
+    straight, _ = go("s", *flags)
+    for column in ("step", "tokens", "lr", "train_loss", "val_loss_fp4", "val_loss_bf16"):
+        assert [row[column] for row in rows(folder)] == [row[column] for row in rows(straight)], column
+
+
+# -----------------------------------------------------------------------------
+# batches
+
+def steps_of(shards, micro_batch: int, *flags) -> train.Trainer:
+    """ A trainer after three steps of four sequences in micro-batches of the given size. """
+    cfg = parse(tiny(shards, f"--micro_batch={micro_batch}", *flags))
+    trainer = train.Trainer(cfg, data.open_corpus(str(shards)))
+    trainer.losses = [float(trainer.train_step()["train_loss"]) for _ in range(3)]
+    return trainer
+
+
+@pytest.mark.parametrize("flags", [("--recipe=bf16",), ("--recipe=tetrajet_base", "--quantizers=1,2")])
+def test_the_split_into_micro_batches_does_not_matter(shards, flags):
+    """
+    Catches: a mean of means, gradients divided twice or not at all, data that depends on the micro-batch. With
+    stochastic rounding off, 1x4 = 2x2 = 4x1 up to the order of float32 sums.
+    """
+    one, two, four = (steps_of(shards, size, *flags) for size in (4, 2, 1))
+    for other in (two, four):
+        # Adam's first steps are lr * sign(g) where a gradient is near 0, so compare what the steps did to the loss
+        np.testing.assert_allclose(one.losses, other.losses, rtol=2e-5)
+
+
+def test_gradient_of_micro_batches_equals_that_of_the_batch(shards):
+    """ The same at the level of the gradient, where float32 bounds it: no optimizer in between. """
+    grads = []
+    for size in (4, 2, 1):
+        cfg = parse(tiny(shards, f"--micro_batch={size}", "--recipe=bf16", "--clip=0", "--lr=1e-30"))
+        trainer = train.Trainer(cfg, data.open_corpus(str(shards)))
+        trainer.optimizer.zero_grad = lambda set_to_none: None
+        trainer.train_step()
+        grads.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+    for other in grads[1:]:
+        assert (grads[0] - other).norm() < 1e-6 * grads[0].norm()
+
+
+def test_micro_steps_have_their_own_noise(shards):
+    """ Catches: a counter that is set once a step, so that all micro-batches of it share their rounding noise. """
+    seen = []
+    cfg = parse(tiny(shards, "--micro_batch=2", "--recipe=tetrajet_base"))
+    trainer = train.Trainer(cfg, data.open_corpus(str(shards)))
+    forward = trainer.forward
+    trainer.forward = lambda *a: (seen.append(trainer.counter.state.tolist()), forward(*a))[1]
+    trainer.train_step(), trainer.train_step()
+    assert [state[1:3] for state in seen] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def test_data_order_is_the_seed_s(shards):
+    """ Catches: batches that ignore the seed, or that repeat from step to step. """
+    def batch(seed, step):
+        trainer = train.Trainer(parse(tiny(shards, f"--seed={seed}")), data.open_corpus(str(shards)))
+        trainer.step = step
+        return torch.cat([x for _, x, _ in trainer.micro_batches()])
+    assert torch.equal(batch(1, 3), batch(1, 3))
+    assert not torch.equal(batch(1, 3), batch(2, 3)) and not torch.equal(batch(1, 3), batch(1, 4))
+
+
+def test_learning_rate():
+    """ Catches: off-by-one warm-up (a first step of rate 0), a decay that misses its floor or goes below it. """
+    cfg = parse(["--steps=100", "--warmup=0.1", "--lr=1", "--lr_final=0.1", "--decay_end=0.9"])
+    rate = [train.learning_rate(cfg, step) for step in range(100)]
+    assert rate[0] == pytest.approx(0.1) and rate[9] == rate[10] == 1
+    assert rate[50] == pytest.approx(0.55) and rate[90:] == pytest.approx([0.1] * 10)
+    assert all(a >= b for a, b in zip(rate[9:], rate[10:]))
+    linear = parse(["--steps=100", "--warmup=0", "--lr=1", "--lr_final=0", "--schedule=linear"])
+    assert [train.learning_rate(linear, step) for step in (0, 25, 75)] == [1, 0.75, 0.25]
+
+
+# -----------------------------------------------------------------------------
+# every recipe trains
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_runs_three_steps(go, recipe):
+    _, printed = go(recipe, f"--recipe={recipe}", "--steps=3")
+    assert "val_loss_fp4" in printed
+
+
+@pytest.mark.parametrize("name", RECIPE_FILES)
+def test_every_recipe_file_trains_and_acts(go, name):
+    """ Catches: a config file whose method never acts; and a method that does not learn. """
+    folder, printed = go(name, f"configs/{name}", "--steps=40", "--lr=1e-2")
+    full = "bf16" not in name and "base" not in name
+    assert ("OutControl keeps" in printed) == full and ("OsciReset put" in printed) == full
+    losses = [float(row["train_loss"]) for row in rows(folder) if row["train_loss"]]
+    corpus = data.open_corpus(json.loads((folder / "config.json").read_text())["data"])
+    assert losses[0] > 4.5 and losses[-1] < corpus.train.unigram_entropy(), "no better than counting letters"
+
+
+def test_bf16_has_one_loss_and_fp4_has_two(go):
+    """ Catches: a `bf16` validation that still rounds, or an `fp4` one that does not. """
+    bf16, _ = go("a", "--recipe=bf16", "--steps=5")
+    base, _ = go("b", "--recipe=tetrajet_base", "--steps=5")
+    last = rows(bf16)[-1]
+    assert last["val_loss_fp4"] == last["val_loss_bf16"]
+    last = rows(base)[-1]
+    assert last["val_loss_fp4"] != last["val_loss_bf16"]
+
+
+def test_the_switch_to_outlier_channels_is_no_jump(shards):
+    """ Catches: channels dropped or doubled at the switch: the loss of one batch before and after, same weights. """
+    cfg = parse(tiny(shards, "--recipe=tetrajet_full", *WINDOWS))
+    trainer = train.Trainer(cfg, data.open_corpus(str(shards)))
+    for _ in range(17):
+        trainer.train_step()
+    _, inputs, targets = next(trainer.micro_batches())
+
+    def loss():
+        ce, _, n = trainer.model(inputs, targets)
+        return float(ce.detach() / n)
+
+    trainer.outliers.begin_step(17)
+    before = loss()
+    assert trainer.outliers.after_step(17) and all(layer.split for layer in trainer.layers.values())
+    assert loss() != before and abs(loss() - before) < 0.02
+
+
+# -----------------------------------------------------------------------------
+# kills, torn files, full disks, NaN
+
+def command(shards, out, *flags) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *tiny(shards, f"--out={out}", "--name=r", *flags)]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_kill_at_any_moment(shards, tmp_path):
+    """ Catches: a checkpoint written in place, a torn one that is believed, rows lost or doubled. """
+    flags = ["--recipe=tetrajet_full", *WINDOWS, "--osci=full", "--save_every=1"]
+    assert subprocess.run(command(shards, tmp_path / "straight", *flags), capture_output=True).returncode == 0
+    killed = 0
+    for delay in (0.02, 0.11, 0.2):
+        with subprocess.Popen(command(shards, tmp_path / "killed", *flags), stdout=subprocess.PIPE, text=True) as run:
+            for line in run.stdout:
+                if re.match(r"step \d+/", line):
+                    break
+            time.sleep(delay)
+            run.send_signal(signal.SIGKILL)
+        killed += run.returncode == -signal.SIGKILL
+    assert killed >= 2
+    last = subprocess.run(command(shards, tmp_path / "killed", *flags), capture_output=True, text=True)
+    # the run may have been done by the time of the last kill
+    assert last.returncode == 0 or "finished" in last.stderr, last.stderr
+    a, b = tmp_path / "straight" / "r", tmp_path / "killed" / "r"
+    assert_same(learned(last_state(a)), learned(last_state(b)))
+    assert [row["train_loss"] for row in rows(a)] == [row["train_loss"] for row in rows(b)]
+    assert not list(b.glob("*.tmp")) and len(list(b.glob("ckpt_*.pt"))) == 2
+
+
+def test_a_torn_checkpoint_is_skipped(go):
+    """ Catches: a resume that trusts the newest file, or dies of it. """
+    flags = ["--recipe=tetrajet_base", "--save_every=5"]
+    straight, _ = go("straight", *flags)
+    torn, _ = go("torn", *flags, "--stop_at=10")
+    newest = sorted(torn.glob("ckpt_*.pt"))[-1]
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size * 7 // 10])
+    _, printed = go("torn", *flags)
+    assert re.search(r"skipping a checkpoint: .*000010\.pt is torn", printed) and "step 5" in printed
+    assert_same(learned(last_state(straight)), learned(last_state(torn)))
+
+
+def test_a_run_whose_checkpoints_are_all_torn_is_not_overwritten(go, capsys):
+    folder, _ = go("r", "--stop_at=5", "--recipe=bf16")
+    before = (folder / "metrics.csv").read_bytes()
+    for path in folder.glob("ckpt_*.pt"):
+        path.write_bytes(b"not a checkpoint")
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=bf16")
+    assert error.value.code == 2 and "none can be read" in capsys.readouterr().err
+    assert (folder / "metrics.csv").read_bytes() == before
+
+
+def test_a_checkpoint_with_code_in_it_is_refused(go, capsys):
+    """ Catches: torch.load without weights_only, which would run whatever a file says. """
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch /tmp/evil",)
+    folder, _ = go("r", "--stop_at=5", "--recipe=bf16")
+    for path in folder.glob("ckpt_*.pt"):
+        torch.save({"format": 1, "evil": Evil()}, path)
+    with pytest.raises(SystemExit):
+        go("r", "--recipe=bf16")
+    assert not Path("/tmp/evil").exists() and "none can be read" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_reported_and_keeps_the_previous_checkpoint(shards, tmp_path):
+    """ Catches: a failed save that kills the run, deletes the good checkpoint, or goes unnoticed at the end. """
+    resource = pytest.importorskip("resource")
+    flags = ["--recipe=bf16", "--steps=12", "--save_every=4"]
+    assert subprocess.run(command(shards, tmp_path, *flags, "--stop_at=4"), capture_output=True).returncode == 0
+    size = next((tmp_path / "r").glob("ckpt_*.pt")).stat().st_size
+
+    def small_disk():
+        # the closest a test gets to a full disk: no file may pass this size, writes beyond it fail
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+    full = subprocess.run(command(shards, tmp_path, *flags), capture_output=True, text=True, preexec_fn=small_disk)
+    assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
+    assert full.stdout.count("cannot save") == 2 and "ckpt_000000004.pt is kept" in full.stdout
+    assert [path.name for path in (tmp_path / "r").glob("ckpt_*")] == ["ckpt_000000004.pt"]
+    # with space again, the run goes on from there
+    again = subprocess.run(command(shards, tmp_path, *flags), capture_output=True, text=True)
+    assert again.returncode == 0 and "step 4" in again.stdout
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(go, capsys):
+    """ Catches: a run that trains on NaN for days, or saves it over the good weights. """
+    go("r", "--recipe=tetrajet_base", "--save_every=5", "--stop_at=10")
+    good = train.Trainer.train_step
+
+    def poison(self):
+        with torch.no_grad():
+            self.layers["blocks.0.mlp.up"].weight[3, 5] = torch.nan
+        return good(self)
+    train.Trainer.train_step = poison
+    try:
+        with pytest.raises(SystemExit) as error:
+            go("r", "--recipe=tetrajet_base", "--save_every=5", "--log_every=0")
+    finally:
+        train.Trainer.train_step = good
+    err = capsys.readouterr().err
+    assert error.value.code == 1 and "not finite" in err and "ckpt_000000010.pt" in err and err.count("\n") == 1
+
+
+# -----------------------------------------------------------------------------
+# mistakes: one line, exit code 2, nothing lost
+
+@pytest.mark.parametrize("flags, says", [
+    (["--recipe=tetrajet_ful"], "did you mean tetrajet_full"),
+    (["--recipe=tetrajet_base", "--outlier_frac=0.1"], "--recipe=tetrajet_full"),
+    (["--recipe=tetrajet_base", "--osci=full", "--quantizers=1,3"], "add 2 to --quantizers"),
+    (["--vocab_size=100"], "--vocab_size=0"),
+    (["--data=nowhere"], "nowhere"),
+    (["--seq_len=100000", "--batch_tokens=100000", "--eval_tokens=100000"], "tokens"),
+    (["--device=cuda"], "--device=auto"),
+    (["--lr=fast"], "lr wants a number"),
+    (["configs/none.py"], "configs/none.py"),
+])
+def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
+    if "--device=cuda" in flags and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit) as error:
+        go("r", *flags)
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and says in err and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+def test_a_finished_or_different_run_is_not_overwritten(go, capsys):
+    folder, _ = go("r", "--recipe=bf16", "--steps=3")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for flags, says in ((["--steps=3"], "finished"), (["--steps=4"], "steps=3"), (["--steps=3", "--lr=0.5"], "lr=")):
+        with pytest.raises(SystemExit) as error:
+            go("r", "--recipe=bf16", *flags)
+        assert error.value.code == 2 and says in capsys.readouterr().err
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert before == after
+    go("r", "--recipe=bf16", "--steps=4", "--overwrite")
+    assert last_state(folder)["step"] == 4
+
+
+def test_overwrite_deletes_runs_only(go, tmp_path, capsys):
+    """ Catches: `--out=. --name=thesis --overwrite`. """
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
+    with pytest.raises(SystemExit) as error:
+        go("thesis", "--recipe=bf16", "--overwrite")
+    assert error.value.code == 2 and "not the folder of a run" in capsys.readouterr().err
+    assert (tmp_path / "thesis" / "chapter1.tex").exists()
+
+
+def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
+    """ Catches: a data folder that changed between two halves of a run, so that data positions mean other tokens. """
+    folder, _ = go("r", "--recipe=bf16", "--stop_at=5")
+    path = sorted(folder.glob("ckpt_*.pt"))[-1]
+    state = read_checkpoint(path)
+    state["train_tokens"] += 1
+    torch.save(state, path)
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=bf16")
+    assert error.value.code == 2 and "training tokens" in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# what a run leaves behind
+
+def test_what_a_run_leaves_behind(go):
+    folder, printed = go("r", "--recipe=tetrajet_full", *WINDOWS, "--osci=full", "--eval_every=10", "--save_every=5",
+                         "--sample_tokens=10")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "ckpt_000000015.pt", "ckpt_000000020.pt", "config.json", "log.txt", "metrics.csv"]
+    block = dict(line.split(": ", 1) for line in printed.splitlines()[-8:])
+    assert list(block) == ["val_loss_fp4", "val_loss_bf16", "tokens", "seconds", "tokens_per_s", "peak_gb", "backend",
+                           "commit"]
+    assert block["tokens"] == str(20 * 128)
+    table = rows(folder)
+    assert [int(row["step"]) for row in table] == list(range(21)) and list(table[0]) == list(train.COLUMNS)
+    assert float(table[-1]["val_loss_fp4"]) == pytest.approx(float(block["val_loss_fp4"]), abs=6e-5)
+    assert [row["step"] for row in table if row["val_loss_fp4"]] == ["10", "20"]
+    assert [row["step"] for row in table if row["osci_reset"]] == ["14"]
+    assert (folder / "log.txt").read_text() == printed
+    assert json.loads((folder / "config.json").read_text())["recipe"] == "tetrajet_full"
+
+
+def test_dry_run_writes_nothing(go, tmp_path):
+    _, printed = go("r", "--recipe=tetrajet_full", "--outlier_frac=0.1", "--dry_run")
+    assert not (tmp_path / "r").exists()
+    assert '"recipe": "tetrajet_full"' in printed
+    line = next(line for line in printed.splitlines() if "attn.qkv" in line).split()
+    assert line == ["blocks.0.attn.qkv", "48", "144", "6,912", "5", "Q1,Q2,Q3,Q4,Q5,Q6"]
