@@ -38,7 +38,7 @@ What this file leaves out: when in a run windows lie (config.py), and how weight
 Letters used for shapes: N, K output and input features of a layer, n tracked weights in each row.
 """
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,11 @@ def grid_value(code: Tensor) -> Tensor:
 
 def full_scale(q: Quantized) -> Tensor:
     """ Inner times outer scale, for each weight, (N, K). """
-    return Quantized(torch.full_like(q.code, _ONE), q.inner, q.outer, q.operand).dequantize()
+    op, (rows, columns), (N, K) = q.operand, q.operand.block, q.code.shape
+    # read the inner scales as a matrix of their own, in blocks of one, that holds ones: its values are the scales
+    op = replace(op, block=(1, 1), outer=op.outer // columns if op.outer > 0 else op.outer)
+    scale = Quantized(torch.full_like(q.inner, _ONE), q.inner, q.outer, op).dequantize()
+    return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:N, :K]
 
 
 def code_units(w: Tensor, q: Quantized) -> Tensor:
@@ -213,10 +217,10 @@ class Window:
 
         # flips of the code, and their directions
         step = level(code) - level(last)
-        flipped, up, was_up = step != 0, step > 0, self.flags >> _UP & 1 != 0
-        reversal = flipped & (self.history != NEVER) & (up != was_up)
-        onward = torch.where(self.history == NEVER, ONCE, self.history.clamp(min=SAME_WAY))
-        history = torch.where(flipped, torch.where(reversal, REVERSED, onward), self.history)
+        flipped, up, was_up, history = step != 0, step > 0, self.flags >> _UP & 1 != 0, self.history
+        reversal = flipped & (history != NEVER) & (up != was_up)
+        onward = torch.where(history == NEVER, ONCE, history.clamp(min=SAME_WAY))
+        history = torch.where(flipped, torch.where(reversal, REVERSED, onward), history)
         moved = (self.flags >> _MOVED != 0) | (dist_m != 0)
         up, moved = torch.where(flipped, up, was_up).byte(), moved.byte()
         self.flags = code | up << _UP | history << _HISTORY | moved << _MOVED
