@@ -81,7 +81,7 @@ def grid_value(code: Tensor) -> Tensor:
 def full_scale(q: Quantized) -> Tensor:
     """ Inner times outer scale, for each weight, (N, K). """
     op, (rows, columns), (N, K) = q.operand, q.operand.block, q.code.shape
-    # read the inner scales as a matrix of their own, in blocks of one, that holds ones: its values are the scales
+    # the inner scales, read as those of a smaller matrix in blocks of one that holds ones, are its values
     op = replace(op, block=(1, 1), outer=op.outer // columns if op.outer > 0 else op.outer)
     scale = Quantized(torch.full_like(q.inner, _ONE), q.inner, q.outer, op).dequantize()
     return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:N, :K]
