@@ -70,10 +70,9 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
     out   float32, values of the grid, saturated at grid.max
 
     Nearest ties go to the even code. E2M1: .25 -> 0   .75 -> 1   1.25 -> 1   1.75 -> 2   2.5 -> 2   3.5 -> 4   5 -> 4
-    edges  NaN gives grid.max here: fmin drops it, so that the codes are the same bits on every device.
-           quantize() poisons the scale of such a block, so the value is NaN all the same.
+    edges  NaN stays NaN
     """
-    y = torch.fmin(y, torch.full((), grid.max, device=y.device))
+    y = y.clamp(max=grid.max)
     step = binade(y).clamp_(min=2.0**grid.emin).mul_(2.0**-grid.mbits)     # distance between neighbours at y
     n = y / step                                                           # exact: step is a power of two
     if noise is not None:
@@ -144,20 +143,19 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     source  Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the same bits as tl.philox
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_PHILOX_ROUNDS):
+    rounds = torch.arange(_PHILOX_ROUNDS, device=c0.device)
+    keys = [(k + step * rounds & _MASK32).unbind() for k, step in zip(key, _PHILOX_KEY)]
+    for k0, k1 in zip(*keys):
         # the int64 product wraps around, but its 64 bits are those of the unsigned product
         p0, p1 = c0 * _PHILOX_MUL[0], c2 * _PHILOX_MUL[1]
-        c0 = (p1 >> 32 & _MASK32) ^ c1 ^ k0
-        c2 = (p0 >> 32 & _MASK32) ^ c3 ^ k1
-        c1, c3 = p1 & _MASK32, p0 & _MASK32
-        k0, k1 = k0 + _PHILOX_KEY[0] & _MASK32, k1 + _PHILOX_KEY[1] & _MASK32
-    return [c0, c1, c2, c3]
+        c0, c2 = (p1 >> 32 ^ c1 ^ k0) & _MASK32, (p0 >> 32 ^ c3 ^ k1) & _MASK32
+        c1, c3 = p1, p0                                # their lower halves; the upper ones are masked a round later
+    return [c0, c1 & _MASK32, c2, c3 & _MASK32]
 
 
-def random_words(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
+def random_words(n: int, counter: Tensor, layer: int, stream: int) -> list[Tensor]:
     """
-    n groups of four random 32-bit words -> int64 (n, 4).
+    n groups of four random 32-bit words -> four int64 tensors (n,).
 
     The address of group g: key = the two halves of the seed, counter words = (g, step, micro * 2^16 + rank,
     layer * 16 + stream). Different addresses never meet as long as micro and rank stay below 65,536.
@@ -165,7 +163,7 @@ def random_words(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
     seed, step, micro, rank = counter.unbind()
     group = torch.arange(n, device=counter.device)
     words = [group, step & _MASK32, (micro << 16) + rank & _MASK32, torch.full_like(step, layer * 16 + stream)]
-    return torch.stack(philox(words, [seed & _MASK32, seed >> 32 & _MASK32]), dim=-1)
+    return philox(words, [seed & _MASK32, seed >> 32 & _MASK32])
 
 
 def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) -> Tensor:
@@ -177,14 +175,16 @@ def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) ->
     """
     M, K = shape
     groups = -(-K // 8)
-    words = random_words(M * groups, counter, layer, stream)                                    # (M * groups, 4)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(M, groups * 8)[:, :K]
-    return halves.float().add_(0.5).mul_(2.0**-16)
+    noise = torch.empty(M * groups, 4, 2, device=counter.device)
+    for i, word in enumerate(random_words(M * groups, counter, layer, stream)):
+        noise[:, i, 0] = word & 0xFFFF
+        noise[:, i, 1] = word >> 16
+    return noise.add_(0.5).mul_(2.0**-16).view(M, groups * 8)[:, :K]
 
 
 def random_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
     """ n random signs, float32 (n,) of +1 and -1: bit j % 32 of word j // 32. """
-    words = random_words(-(-n // 128), counter, layer, stream).flatten()
+    words = torch.stack(random_words(-(-n // 128), counter, layer, stream), dim=-1).flatten()
     bits = words[:, None] >> torch.arange(32, device=words.device) & 1
     return 1.0 - 2.0 * bits.flatten()[:n].float()
 
@@ -204,12 +204,13 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
     assert n & (n - 1) == 0 and n > 0, f"a Hadamard block has a power of two values, not {n}"
     *lead, K = x.shape
     y = F.pad(x.float(), (0, -K % n)).reshape(-1, n) * signs
-    # butterfly: log2(n) passes of sums and differences, in this order of additions on every back end
-    half = 1
-    while half < n:
-        a, b = y.view(-1, n // (2 * half), 2, half).unbind(2)
-        y = torch.stack((a + b, a - b), dim=2)
-        half *= 2
+    # butterfly: log2(n) passes that turn neighbours (a, b) into a + b in the lower half of the block and a - b in the
+    # upper one. It fixes the order of additions, so that every back end gets the same bits
+    for _ in range(n.bit_length() - 1):
+        a, b = y.view(-1, n // 2, 2).unbind(2)
+        y = torch.empty_like(y)
+        torch.add(a, b, out=y[:, : n // 2])
+        torch.sub(a, b, out=y[:, n // 2 :])
     return (y * n**-0.5).view(*lead, K + -K % n)
 
 
@@ -336,7 +337,8 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
     c, inner, outer = _round(x, operand, noise)
     grid = GRIDS[operand.grid]
     sign = torch.signbit(x).to(torch.uint8) << (3 if operand.grid == "e2m1" else 7)
-    return Quantized(encode(c.abs(), grid) | sign, _scale_byte(inner, operand), outer, operand)
+    # a NaN lies in a block whose scale is NaN: any code will do, but on every device the same
+    return Quantized(encode(c.abs().nan_to_num_(0.0), grid) | sign, _scale_byte(inner, operand), outer, operand)
 
 
 def fake_quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Tensor:

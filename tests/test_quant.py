@@ -741,11 +741,11 @@ def test_philox_known_answers(counter, key, expected, device):
 def test_addresses_are_as_documented():
     """ Catches a stream that ignores the step, the micro-step, the rank, the layer or half of the seed. """
     at = dict(seed=0x123456789ABCDEF0, step=77, micro=5, rank=3)
-    words = random_words(7, address(**at), 11, 4)
+    words = torch.stack(random_words(7, address(**at), 11, 4), dim=-1)
     counter = [torch.arange(7), torch.tensor(77), torch.tensor((5 << 16) + 3), torch.tensor(11 * 16 + 4)]
     assert torch.equal(words, torch.stack(philox(counter, [torch.tensor(0x9ABCDEF0), torch.tensor(0x12345678)]), 1))
 
-    seen = {tuple(random_words(1, address(seed, step, micro, rank), layer, stream)[0].tolist())
+    seen = {tuple(int(w) for w in random_words(1, address(seed, step, micro, rank), layer, stream))
             for seed in (0, 1, 1 << 32) for step in (0, 1, 1 << 16) for micro in (0, 1, 9) for rank in (0, 1, 9)
             for layer in (0, 1, 9) for stream in (3, 4, 5, 6, DX_SIGNS, DW_SIGNS)}
     assert len(seen) == 3**5 * 6
@@ -757,7 +757,7 @@ def test_uniform_is_addressed_by_row_and_column(shape):
     state = address(seed=9, step=2, micro=1, rank=1)
     got = uniform(shape, state, 7, 5)
     groups = -(-shape[1] // 8)
-    words = random_words(shape[0] * groups, state, 7, 5)
+    words = torch.stack(random_words(shape[0] * groups, state, 7, 5), dim=-1)
     for r in range(shape[0]):
         for c in range(shape[1]):
             word = words[r * groups + c // 8, c % 8 // 2].item()
@@ -787,7 +787,7 @@ def test_uniform_is_uniform():
 def test_random_signs_are_bits_of_the_words():
     """ Catches signs from one word repeated, or other values than +1 and -1. """
     state = address(5, 6, 7, 8)
-    words = random_words(2, state, 3, DX_SIGNS).flatten().tolist()
+    words = torch.stack(random_words(2, state, 3, DX_SIGNS), dim=-1).flatten().tolist()
     expected = [1.0 - 2.0 * (words[j // 32] >> j % 32 & 1) for j in range(200)]
     for n in (1, 2, 16, 32, 128, 129, 200):
         assert random_signs(n, state, 3, DX_SIGNS).tolist() == expected[:n]
