@@ -235,7 +235,8 @@ class Operand:
     rule      how the inner scale is rounded
                 e4m3:  nearest   may round down: then the block's own maximum lands above the grid and is clipped
                        up        the smallest E4M3 not below: nothing clips, so stochastic rounding is unbiased
-                       17/16     nearest, with 17/16 head-room: nothing clips either   [Quartet II, 2601.22813]
+                       17/16     nearest, with 17/16 head-room: nothing clips either, as long as the scale is 2^-6
+                                 or more, E4M3's smallest normal number                [Quartet II, 2601.22813]
                 e8m0:  ceil      2^ceil(log2(max / grid max)): nothing clips            [TetraJet v1, 2502.20853]
                        floor     2^(floor(log2 max) - floor(log2 grid max))             [OCP MX specification]
                        quest     2^floor(log2(2.92247856 / grid max * rms))             [Quartet, 2505.14669]
