@@ -93,26 +93,29 @@ def reference(linear: QuantLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     def in_fp8(t, on):
         return fake_quantize(t.contiguous(), r.outlier) if on else t.float()
 
+    def product(a, b, *ops):
+        return F.linear(a, b) if any(ops) else F.linear(a.to(x.dtype), b.to(x.dtype)).float()
+
     x4, w4 = x.clone(), w.clone()
     x4[:, out] = w4[:, out] = 0
     x_hat, w_hat = rounded(x4, 1), rounded(w4, 2)
     x8, w8 = (in_fp8(t[:, out], op) for t, op in ((x, r.y_x), (w, r.y_w))) if len(out) else (x[:, out], w[:, out])
-    y = F.linear(x_hat, w_hat) + (F.linear(x8, w8) if len(out) else 0)
+    y = F.linear(x_hat, w_hat) + F.linear(x8, w8) if len(out) else product(x_hat, w_hat, r.y_x, r.y_w)
 
     # dX: every channel in FP4, the outlier channels from their FP8 values
     w_back = w_hat.clone() if r.align and r.dx_w else w.float()
     if r.align and r.dx_w and len(out):
         w_back[:, out] = w8
-    dx = F.linear(rounded(rotated(dy, r.dx_dy, r.dx_w, DX_SIGNS), 3),
-                  rounded(rotated(w_back.t().contiguous(), r.dx_dy, r.dx_w, DX_SIGNS), 4))
+    dx = product(rounded(rotated(dy, r.dx_dy, r.dx_w, DX_SIGNS), 3),
+                 rounded(rotated(w_back.t().contiguous(), r.dx_dy, r.dx_w, DX_SIGNS), 4), r.dx_dy, r.dx_w)
     # dW: the outlier columns of FP8 operands, not rotated
     x_back = x_hat if r.align and r.dw_x else x4.float()
     dyt = dy.t().contiguous()
-    dw = F.linear(rounded(rotated(dyt, r.dw_dy, r.dw_x, DW_SIGNS), 5),
-                  rounded(rotated(x_back.t().contiguous(), r.dw_dy, r.dw_x, DW_SIGNS), 6))
+    dw = product(rounded(rotated(dyt, r.dw_dy, r.dw_x, DW_SIGNS), 5),
+                 rounded(rotated(x_back.t().contiguous(), r.dw_dy, r.dw_x, DW_SIGNS), 6), r.dw_dy, r.dw_x)
     if len(out):
         x8t = (x8 if r.align and r.dw_x else x[:, out]).t().contiguous()
-        dw[:, out] = F.linear(in_fp8(dyt, r.dw_dy), in_fp8(x8t, r.dw_x))
+        dw[:, out] = product(in_fp8(dyt, r.dw_dy), in_fp8(x8t, r.dw_x), r.dw_dy, r.dw_x)
     return {"y": y.to(x.dtype), "dx": dx.to(x.dtype), "dw": dw.to(x.dtype).to(w.dtype)}
 
 
