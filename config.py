@@ -38,7 +38,7 @@ class Config:
     name: str = ""                      # this run's folder under out; "" = config files and seed, bf16-s1
     seed: int = 1                       # decides the first weights, the order of the data, the rounding noise
     device: str = "auto"                # auto | cpu | cuda | mps; auto = the fastest that is there
-    backend: str = "auto"               # auto | reference | emulate | native: who computes the FP4 products
+    backend: str = "auto"               # auto | reference: who computes the FP4 products; auto = reference
     compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
     overwrite: bool = False             # delete a finished or unfinished run of the same name and start anew
     stop_at: int = 0                    # stop after this step, saved, as a job that is killed would; 0 = off
@@ -49,7 +49,7 @@ class Config:
     shuffle: int = 4096                 # sequences in a shuffle window; 0 = read them in order
 
     # model
-    n_layer: int = 4                    # blocks
+    n_layer: int = 2                    # blocks
     d_model: int = 128                  # width of the residual stream
     n_head: int = 4                     # attention heads, each d_model / n_head wide
     d_ff: int = 256                     # inner width of the SwiGLU
@@ -60,10 +60,10 @@ class Config:
     init_std: float = 0.02              # of the initial weights, a normal that is cut at 3 std
 
     # training
-    steps: int = 300                    # optimizer steps
-    batch_tokens: int = 2048            # tokens in an optimizer step, over all ranks and micro-steps
+    steps: int = 600                    # optimizer steps
+    batch_tokens: int = 1024            # tokens in an optimizer step, over all ranks and micro-steps
     micro_batch: int = 0                # sequences in a micro-step on one rank; 0 = the rank's whole batch
-    lr: float = 2e-3                    # peak learning rate
+    lr: float = 4e-3                    # peak learning rate
     warmup: float = 0.05                # fraction of training over which the rate rises to its peak
     schedule: str = "cosine"            # cosine | linear: how it falls from there
     decay_end: float = 1.0              # fraction of training at which it has reached its floor
@@ -89,10 +89,10 @@ class Config:
     osci_track: float = 0.05            # share of each layer's weights that osci=topk tracks
 
     # log
-    log_every: int = 10                 # steps from one row of metrics.csv to the next
-    eval_every: int = 100               # steps from one validation loss to the next
+    log_every: int = 20                 # steps from one row of metrics.csv to the next
+    eval_every: int = 150               # steps from one validation loss to the next
     eval_tokens: int = 16384            # validation tokens, the same ones every time
-    save_every: int = 100               # steps from one checkpoint to the next
+    save_every: int = 150               # steps from one checkpoint to the next
     sample_tokens: int = 200            # tokens of text sampled at the end; 0 = off
 
     def in_steps(self, fraction: float) -> int:
@@ -265,7 +265,7 @@ def help_text() -> str:
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
-    "backend": ("auto", "reference", "emulate", "native"),
+    "backend": ("auto", "reference"),
     "schedule": ("cosine", "linear"),
     "osci": ("off", "full", "topk", "edge"),
 }
@@ -330,7 +330,7 @@ def check_phases(cfg: Config):
     need(cfg.outlier_frac == 0 or cfg.outlier_start + cfg.outlier_window <= 1,
          "outlier_start + outlier_window is more than the whole training: type smaller ones")
     need(cfg.osci != "topk" or cfg.osci_track > 0, "osci_track = 0 tracks nothing: type a number above 0")
-    if cfg.osci in ("full", "topk"):
+    if cfg.osci != "off":
         window, period = cfg.in_steps(cfg.osci_window), cfg.in_steps(cfg.osci_period)
         enough = math.ceil((window + 1) / cfg.steps * 1e4) / 1e4
         fix = f"osci_period = {enough:g}" if enough <= 1 else f"steps = {2 * cfg.steps} or more"

@@ -1,7 +1,7 @@
 # configs/olmo2_370m.py     the largest model of TetraJet-v2 (arXiv 2510.27527), by its released configs
 #
 #   python data.py fineweb10B --shards=103
-#   torchrun --nproc_per_node=8 train.py configs/tetrajet_full.py configs/olmo2_370m.py --seed=1
+#   python train.py configs/tetrajet_full.py configs/olmo2_370m.py --seed=1
 #
 # The paper trains on the OLMo-2 mix with a tokenizer of 100,278 ids; here it is FineWeb in GPT-2's 50,257. So
 # losses do not compare with the paper's, only gaps between recipes. 268M parameters are in block linears.

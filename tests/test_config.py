@@ -152,7 +152,7 @@ MISTAKES_ON_THE_LINE = [
     ("--warmup=1", "type a smaller warmup"),
     ("--osci=none", "osci = 'none': type one of off, full, topk, edge"),
     ("--schedule=cos", "type one of cosine, linear"),
-    ("--backend=fp4", "type one of auto, reference, emulate, native"),
+    ("--backend=fp4", "type one of auto, reference"),
     ("--device=gpu", "type one of auto, cpu, cuda, mps"),
     ("--seed=2147483648", "type a number below 2**31"),
     ("--beta2=1", "type numbers below 1"),
@@ -183,8 +183,8 @@ def test_mistake_on_the_command_line(arg, told):
 @pytest.mark.parametrize("flags, told", [
     (["--lr=1", "--lr=1"], "--lr is given twice"),
     (["--dry_run", "--dry_run=no"], "--dry_run is given twice"),
-    # the window has 15 of 300 steps, as has the period
-    (["--osci=full", "--osci_period=0.05"], "osci_window (15 steps) fills osci_period (15 steps): type"),
+    # the window has 30 of 600 steps, as has the period
+    (["--osci=full", "--osci_period=0.05"], "osci_window (30 steps) fills osci_period (30 steps): type"),
     (["--osci=topk", "--osci_track=0"], "osci_track = 0"),
     (["--outlier_frac=0.1", "--outlier_start=0.99"], "outlier_start + outlier_window"),
 ])
