@@ -266,7 +266,8 @@ class Operand:
         if len(self.block) != 2 or min(self.block) < 1:
             raise ValueError(f"block is (rows, columns), both at least 1, not {self.block}")
         if self.outer not in (0, TENSOR) and (self.outer < 0 or self.outer % self.block[1]):
-            raise ValueError(f"outer is 0, TENSOR or a multiple of the block's {self.block[1]} columns, not {self.outer}")
+            raise ValueError(f"outer is 0, TENSOR or a multiple of the block's {self.block[1]} columns, "
+                             f"not {self.outer}")
         if self.scale == "e8m0" and self.outer:
             raise ValueError("an e8m0 scale has the range of float32 and takes no outer scale: set outer=0")
         if self.hadamard < 0 or self.hadamard & (self.hadamard - 1):

@@ -155,7 +155,8 @@ def commit() -> str:
     """ The git commit of this code, '+' if files were changed since; 'unknown' outside a repository. """
     def git(*args):
         here = Path(__file__).resolve().parent
-        return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -296,8 +297,8 @@ def report(run: Run, trainer: Trainer, step: int, seen: dict) -> dict:
     if seen["osci"] is None:
         return {}
     osci = seen["osci"].row()
-    run.say(f"step {step}: OsciReset put {osci['reset']:,} weights ({osci['reset_share']:.2%}) back on their grid values; "
-            f"of {osci['tracked']:,} tracked, {osci['flips']:,} flips, {osci['reversals']:,} of them reversals")
+    run.say(f"step {step}: OsciReset put {osci['reset']:,} weights ({osci['reset_share']:.2%}) back on their grid "
+            f"values; of {osci['tracked']:,} tracked, {osci['flips']:,} flips, {osci['reversals']:,} of them reversals")
     return {f"osci_{name}": osci[name] for name in OSCI}
 
 
@@ -422,7 +423,8 @@ def main(argv: list[str]):
         row = train(cfg, run, trainer)
         if row is not None:
             if cfg.sample_tokens:
-                run.say("\na sample, with the recipe's forward:\n" + sample(trainer.model, corpus, "", cfg.sample_tokens) + "\n")
+                text = sample(trainer.model, corpus, "", cfg.sample_tokens)
+                run.say(f"\na sample, with the recipe's forward:\n{text}\n")
             summary(run, trainer, row)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
