@@ -415,7 +415,7 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor |
 
 def _over(x: Tensor, number: float) -> Tensor:
     """ x / number, rounded once. With a Python number PyTorch's CUDA kernel multiplies by 1 / number: other bits. """
-    return x / torch.full((), number, device=x.device)
+    return x / x.new_full((), number)
 
 
 def _spread(outer: Tensor, shape: torch.Size, op: Operand) -> Tensor:
@@ -711,7 +711,8 @@ class QuantLinear(nn.Linear):
     recipe    what is rounded, and how
     layer     number of this layer in the model, part of the address of its random numbers
     counter   the model's Counter, advanced by the training loop. Without one the layer keeps its own and advances it
-              at every training forward, so that no two steps share their noise
+              at every training forward, so that no two steps share their noise; activation checkpointing, which
+              runs a forward twice, needs a shared one
     outliers  how many input channels OutControl will keep in recipe.outlier's format
 
     channels  buffer (outliers,) int64: those channels in ascending order, all -1 until they are chosen

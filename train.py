@@ -19,10 +19,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import csv
 import json
 import math
-import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -57,6 +57,7 @@ class Run:
 
     def __init__(self, cfg: Config):
         self.folder = Path(cfg.out) / cfg.name
+        self.lock = None
         self.warned = False
 
     def open(self, cfg: Config) -> dict | None:
@@ -64,11 +65,19 @@ class Run:
         Make the folder ready and return the checkpoint to continue from, None for a fresh start. ConfigError if it
         holds a run that this command would spoil.
         """
-        if cfg.overwrite and self.folder.exists():
-            if not (self.folder / "config.json").exists() and any(self.folder.iterdir()):
-                raise ConfigError(f"{self.folder} is not the folder of a run; --overwrite will not delete it")
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if cfg.overwrite and self.folder.is_dir() and any(self.folder.iterdir()) and not (
+                self.folder / "config.json").exists():
+            raise ConfigError(f"{self.folder} is not the folder of a run; --overwrite will not touch it")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.folder}: {error.strerror}; type --out=FOLDER") from None
+        if cfg.overwrite:
+            for pattern in ("ckpt_*.pt", "config.json", "metrics.csv"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            (self.folder / "log.txt").write_text("")
         for leftover in self.folder.glob("*.tmp"):                         # of a run that was killed while saving
             leftover.unlink()
         found = newest_checkpoint(self.folder, self.say)
@@ -91,6 +100,22 @@ class Run:
         self.say(f"continuing from {path}, step {state['step']}")
         self._drop_rows(state["step"])
         return state
+
+    def _lock(self):
+        """ Keep a second process out of this folder; the system forgets the lock when this one dies, however. """
+        try:
+            import fcntl
+        except ImportError:                                                # Windows
+            return
+        self.lock = open(self.folder / "log.txt", "a")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"another process is training in {self.folder}; type --name=ANOTHER") from None
+
+    def close(self):
+        if self.lock:
+            self.lock.close()
 
     def _drop_rows(self, step: int):
         """ Forget logged rows from `step` on: they will be computed, and logged, again. """
@@ -202,6 +227,14 @@ def first_bad(model: torch.nn.Module) -> str:
     return "all weights and gradients are finite"
 
 
+def out_of_memory(cfg: Config) -> str:
+    sequences = cfg.batch_tokens // cfg.seq_len
+    now = cfg.micro_batch or sequences
+    smaller = [n for n in range(1, now) if sequences % n == 0]
+    cure = f"--micro_batch={smaller[-1]}" if smaller else "a smaller --seq_len"
+    return f"the GPU is out of memory with {now} sequences of {cfg.seq_len} tokens in a micro-step; type {cure}"
+
+
 # -----------------------------------------------------------------------------
 # training
 
@@ -225,7 +258,7 @@ class Trainer:
                 raise ConfigError("OsciReset resets weights that Q2 rounds: add 2 to --quantizers, or type --osci=off")
             self.osci = OsciReset(self.layers, cfg.osci, cfg.in_steps(cfg.osci_start), cfg.in_steps(cfg.osci_period),
                                   cfg.in_steps(cfg.osci_window), cfg.osci_tau, cfg.osci_track)
-        compiled = cfg.compile and self.device.type == "cuda"
+        compiled = cfg.compile and self.device.type == "cuda" and find_spec("triton") is not None
         # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.step = 0
@@ -357,7 +390,7 @@ def train(cfg: Config, run: Run, trainer: Trainer):
             left = (time.time() - began) / (step + 1 - first) * (cfg.steps - step - 1)
             run.say(f"step {step}/{cfg.steps}  loss {row['train_loss']:.4f}  lr {row['lr']:.2e}  "
                     f"grad {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s  {clock(left)} left")
-        if len(row) > 3:
+        if row.keys() - {"step", "tokens", "seconds"}:
             run.row(row)
     if not saved:
         raise TrainingError("the last checkpoint could not be saved; see the message above")
@@ -365,8 +398,14 @@ def train(cfg: Config, run: Run, trainer: Trainer):
 
 
 def summary(run: Run, trainer: Trainer, row: dict):
-    """ The last thing printed: one greppable `key: value` block. """
+    """ A sample of text, and the last thing printed: one greppable `key: value` block. """
     device = trainer.device
+    if trainer.cfg.sample_tokens:
+        try:
+            text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
+            run.say(f"\na sample, with the recipe's forward:\n{text}\n")
+        except DataError as error:                             # no vocabulary to decode with: the run itself is fine
+            run.say(f"no sample: {error}")
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _peak_rss()
     trained = trainer.step * trainer.cfg.batch_tokens
     values = {
@@ -407,6 +446,7 @@ def introduce(run: Run, trainer: Trainer):
 
 def main(argv: list[str]):
     cfg = load(argv)
+    run = Run(cfg)
     try:
         corpus = open_corpus(cfg.data)
         trainer = Trainer(cfg, corpus)
@@ -414,7 +454,6 @@ def main(argv: list[str]):
             print(json.dumps(cfg.to_dict(), indent=1))
             print(layer_table(trainer.layers, cfg))
             return
-        run = Run(cfg)
         state = run.open(cfg)
         if state:
             trainer.load(state)
@@ -422,12 +461,12 @@ def main(argv: list[str]):
         introduce(run, trainer)
         row = train(cfg, run, trainer)
         if row is not None:
-            if cfg.sample_tokens:
-                text = sample(trainer.model, corpus, "", cfg.sample_tokens)
-                run.say(f"\na sample, with the recipe's forward:\n{text}\n")
             summary(run, trainer, row)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+    except torch.OutOfMemoryError:
+        print(f"error: {out_of_memory(cfg)}", file=sys.stderr)
         raise SystemExit(2)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -435,6 +474,8 @@ def main(argv: list[str]):
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr)
         raise SystemExit(130)
+    finally:
+        run.close()
 
 
 if __name__ == "__main__":

@@ -406,6 +406,54 @@ def test_overwrite_deletes_runs_only(go, tmp_path, capsys):
     assert (tmp_path / "thesis" / "chapter1.tex").exists()
 
 
+def test_overwrite_leaves_what_is_not_the_run_s(go, tmp_path):
+    """ Catches: a folder that is removed as a whole, notes and all. """
+    folder, _ = go("r", "--recipe=bf16", "--steps=3")
+    (folder / "notes.md").write_text("what I saw")
+    go("r", "--recipe=bf16", "--steps=2", "--overwrite")
+    assert (folder / "notes.md").exists() and [p.name for p in folder.glob("ckpt_*")] == ["ckpt_000000002.pt"]
+    assert len(rows(folder)) == 3 and "step 2" not in (folder / "log.txt").read_text().split("val_loss")[0][:200]
+
+
+def test_two_processes_cannot_share_a_folder(go, tmp_path, capsys):
+    """ Catches: the same command typed twice, whose two processes would write each other's checkpoints. """
+    fcntl = pytest.importorskip("fcntl")
+    folder, _ = go("r", "--recipe=bf16", "--stop_at=3")
+    with open(folder / "log.txt", "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for extra in ([], ["--overwrite"]):
+            with pytest.raises(SystemExit) as error:
+                go("r", "--recipe=bf16", *extra)
+            assert error.value.code == 2 and "another process" in capsys.readouterr().err
+    assert list(folder.glob("ckpt_*.pt"))
+    go("r", "--recipe=bf16")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(go, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as error:
+        go("r", f"--out={tmp_path / 'file'}")
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and "cannot write" in err and err.count("\n") == 1
+
+
+def test_a_run_without_a_vocabulary_ends_well(go, monkeypatch):
+    """ Catches: an hour of training whose last lines are lost because there is no network to fetch GPT-2's words. """
+    def offline(name):
+        raise data.DataError("no network")
+    monkeypatch.setattr(data, "load_encoding", offline)
+    _, printed = go("r", "--recipe=bf16", "--steps=2", "--sample_tokens=5")
+    assert "no sample: no network" in printed and "val_loss_fp4: " in printed
+
+
+def test_out_of_memory_names_a_micro_batch_that_works():
+    """ Catches: advice that config.py then refuses. The GPU's own error is too far from a CPU to raise here. """
+    cfg = parse(["--batch_tokens=1536", "--seq_len=128", "--micro_batch=6"])
+    assert train.out_of_memory(cfg).endswith("--micro_batch=4")
+    parse(["--batch_tokens=1536", "--seq_len=128", "--micro_batch=4"])
+    assert "seq_len" in train.out_of_memory(parse(["--micro_batch=1"]))
+
+
 def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
     """ Catches: a data folder that changed between two halves of a run, so that data positions mean other tokens. """
     folder, _ = go("r", "--recipe=bf16", "--stop_at=5")

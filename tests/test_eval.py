@@ -1,0 +1,111 @@
+""" Loading a run again: the same loss, text with the recipe's forward, and one line per mistake. """
+import json
+
+import pytest
+import torch
+
+import data
+import eval as evaluation
+import train
+from test_train import WINDOWS, last_state, shards, tiny  # noqa: F401 (a fixture)
+
+
+@pytest.fixture(scope="module")
+def run(shards, tmp_path_factory):
+    """ A run of tetrajet_full in which OutControl and OsciReset have acted -> its folder. """
+    out = tmp_path_factory.mktemp("out")
+    train.main(tiny(shards, f"--out={out}", "--name=r", "--recipe=tetrajet_full", "--osci=full", *WINDOWS))
+    return out / "r"
+
+
+def go(capsys, *args) -> str:
+    evaluation.main([str(arg) for arg in args])
+    return capsys.readouterr().out
+
+
+def test_the_loss_is_the_one_that_training_printed(run, capsys):
+    """ Catches: outlier channels that are not restored, evaluation on other tokens or in another precision. """
+    block = dict(line.split(": ", 1) for line in (run / "log.txt").read_text().splitlines()[-8:])
+    printed = dict(line.split(": ", 1) for line in go(capsys, run).splitlines())
+    assert printed["step"] == "20"
+    for name in ("val_loss_fp4", "val_loss_bf16"):
+        assert printed[name] == block[name]
+    assert printed["val_loss_fp4"] != printed["val_loss_bf16"]
+
+
+def test_loss_by_hand(run, shards):
+    """ Catches: a mean of means, shifted targets, tokens counted twice. """
+    model, cfg, corpus, _ = evaluation.load_checkpoint(run)
+    total, count = 0.0, 0
+    for i in range(cfg.eval_tokens // cfg.seq_len):
+        row = corpus.val.sequences(i, 1, cfg.seq_len, 0, 0)[0]
+        with torch.no_grad():
+            logp = model(row[None, :-1])[0].double().log_softmax(-1)
+        total -= float(logp[torch.arange(cfg.seq_len), row[1:]].sum())
+        count += cfg.seq_len
+    assert evaluation.val_loss(model, corpus, cfg) == pytest.approx(total / count, rel=1e-6)
+
+
+def test_text(run, capsys):
+    """ Catches: padding ids that are sampled (no byte has them), a prompt cut off, a generator shared with others. """
+    ask = (run, "--prompt=so it <|endoftext|> goes, longer than a sequence of 32 tokens", "--tokens=40", "--seed=3")
+    text = go(capsys, *ask)
+    assert text.startswith("so it <|endoftext|> goes, longer than a sequence") and len(text) > 70
+    torch.manual_seed(1)
+    assert go(capsys, *ask) == text
+    assert go(capsys, *ask[:-1], "--seed=4") != text
+    assert go(capsys, run, "--prompt=", "--tokens=5", "--temperature=0")
+
+
+def test_text_uses_the_recipe_s_forward(run, capsys, monkeypatch):
+    """ Catches: text that is written by unrounded weights although the model would be deployed in FP4. """
+    seen = []
+    forward = evaluation.QuantLinear.forward
+    monkeypatch.setattr(evaluation.QuantLinear, "forward", lambda self, x: (seen.append(self.enabled), forward(self, x))[1])
+    go(capsys, run, "--prompt=a", "--tokens=2")
+    assert seen and all(seen)
+
+
+@pytest.mark.parametrize("args, says", [
+    (["nowhere"], "holds no checkpoint"),
+    (["{run}", "--data=nowhere"], "nowhere"),
+    (["{run}", "--device=gpu"], "device"),
+    (["{run}", "--tokens=0"], "--tokens"),
+    (["{run}", "--temprature=1"], "unrecognized"),
+    ([], "run"),
+])
+def test_a_mistake_is_code_2_without_a_traceback(run, capsys, args, says):
+    with pytest.raises(SystemExit) as error:
+        go(capsys, *(arg.format(run=run) for arg in args))
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and says in err and "Traceback" not in err
+
+
+def test_a_corpus_with_another_vocabulary_is_refused(run, shards, tmp_path, capsys):
+    """ Catches: text decoded with the words of another vocabulary. """
+    for path in shards.glob("*.bin"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "meta.json").write_text(json.dumps({"encoding": "gpt2"}))
+    with pytest.raises(SystemExit) as error:
+        go(capsys, run, f"--data={tmp_path}")
+    assert error.value.code == 2 and "257" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_shape_is_one_line(run, tmp_path, capsys):
+    """ Catches: a traceback of PyTorch's where the file and the program disagree. """
+    state = last_state(run)
+    del state["model"]["head.weight"]
+    torch.save(state, tmp_path / "ckpt_000000001.pt")
+    with pytest.raises(SystemExit) as error:
+        go(capsys, tmp_path)
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and "does not fit" in err and err.count("\n") == 1
+
+
+def test_no_vocabulary_offline_is_one_line(run, capsys, monkeypatch):
+    def offline(name):
+        raise data.DataError("cannot load the vocabulary; set TIKTOKEN_CACHE_DIR")
+    monkeypatch.setattr(data, "load_encoding", offline)
+    with pytest.raises(SystemExit) as error:
+        go(capsys, run, "--prompt=a")
+    assert error.value.code == 2 and "TIKTOKEN_CACHE_DIR" in capsys.readouterr().err
