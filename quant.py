@@ -726,7 +726,9 @@ class QuantLinear(nn.Linear):
             raise ValueError("this recipe has no format for outlier channels: set Recipe.outlier, or outliers=0")
         self.recipe, self.layer = recipe, layer
         self.recipe_spec = recipe.spec()
-        self.counter, self.own_counter = counter or Counter(), counter is None
+        # a layer on its own draws its seed, or two such layers would share their noise
+        self.own_counter = counter is None
+        self.counter = Counter(int(torch.randint(2**31, (), device="cpu"))) if self.own_counter else counter
         self.enabled = True
         self.sumsq = None
         self.register_buffer("channels", torch.full((outliers,), -1, device=device))
