@@ -1,0 +1,157 @@
+""" The README keeps its word: commands parse, examples print what they show, the table is the code's. """
+import argparse
+import doctest
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import config
+import data
+import eval
+from config import Config
+from recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)    # (language, text) of each
+SOURCES = sorted(path for folder in (".", ".ci", "configs", "tests") for path in (ROOT / folder).glob("*")
+                 if path.is_file() and (path.suffix in (".py", ".md", ".txt", ".ini") or path.name == "run"))
+
+
+def commands(program: str) -> list[list[str]]:
+    """ The arguments of each `python program ...` in the README's fences. """
+    lines = "\n".join(text for _, text in FENCES).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line.split("&&")[-1], comments=True) for line in lines if "python " in line]
+    return [w[2:] for w in words if w[:2] == ["python", program]]
+
+
+def rows(first_header: str) -> list[list[str]]:
+    """ The cells of the README's table whose header has this cell, without backquotes. """
+    table = next(t for t in re.findall(r"(?:^\|.*\n)+", README, re.MULTILINE) if f"| {first_header} |" in t)
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+# -----------------------------------------------------------------------------
+# commands
+
+@pytest.mark.parametrize("argv", commands("train.py"), ids=" ".join)
+def test_train_commands_parse(argv, capsys):
+    """ Catches: a renamed knob, a config file that is gone, sizes that do not divide each other. """
+    if "--help" in argv:
+        with pytest.raises(SystemExit) as end:
+            config.load(argv)
+        assert end.value.code == 0 and "--steps=" in capsys.readouterr().out
+    else:
+        cfg = config.parse(argv)
+        assert isinstance(cfg, Config) and cfg.recipe in RECIPES
+
+
+@pytest.mark.parametrize("program, argv",
+                         [(p, argv) for p in (data, eval) for argv in commands(f"{p.__name__}.py")],
+                         ids=lambda x: " ".join(x) if isinstance(x, list) else x.__name__)
+def test_other_commands_parse(program, argv, monkeypatch):
+    """ Catches: a renamed flag or sub-command of data.py and eval.py. Nothing is fetched or loaded. """
+    class Parsed(Exception):
+        pass
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, argv):
+        parse(self, argv)
+        raise Parsed
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    with pytest.raises(Parsed):
+        program.main(argv)
+
+
+def test_each_program_has_its_commands():
+    """ Catches: a pattern above that finds nothing, so that nothing is tested. """
+    assert [len(commands(f"{p}.py")) > 1 for p in ("train", "data", "eval")] == [True] * 3
+
+
+def test_the_two_commands_of_a_fresh_machine():
+    """ CI takes the second one from the README. """
+    for command in ("python train.py configs/tetrajet_full.py", "python -m pytest"):
+        assert re.search(rf"^```\npip install -r requirements.txt && {command}\n```$", README, re.MULTILINE)
+
+
+# -----------------------------------------------------------------------------
+# files
+
+def test_config_files_exist():
+    for path in re.findall(r"configs/\w+\.py", README):
+        assert (ROOT / path).exists(), path
+    tour = next(line for line in README.splitlines() if line.startswith("configs/ "))
+    for path in (ROOT / "configs").glob("*.py"):
+        assert re.search(rf"\b{path.stem}\b", tour), f"{path.name} is not in the tour of the files"
+
+
+def test_the_tour_is_complete():
+    tour = next(text for _, text in FENCES if text.startswith("README.md "))
+    names = [line.split()[0] for line in tour.splitlines()]
+    for name in names:
+        assert (ROOT / name).exists(), name
+    assert {path.name for path in ROOT.glob("*.py")} <= set(names)
+
+
+# -----------------------------------------------------------------------------
+# what is shown
+
+def test_the_examples_print_what_they_show():
+    text = "\n".join(text for language, text in FENCES if language == "python")
+    examples = doctest.DocTestParser().get_doctest(text, {}, "README", "README.md", 0)
+    assert len(examples.examples) > 10
+    shown = []
+    doctest.DocTestRunner(verbose=False).run(examples, out=shown.append)
+    assert not shown, "".join(shown)
+
+
+def test_the_operand_table_is_tetrajet_base():
+    """ Catches: a default that changed, and a column that was copied from the row above. """
+    recipe = RECIPES["tetrajet_base"]
+    names = [field.name for field in fields(recipe)][:6]
+    axes = {"Y": "K", "dX": "N", "dW": "T"}          # the summed axis of each product
+    plain = {"y_x": "X", "y_w": "W", "dx_dy": "dY", "dw_dy": "dYᵀ"}
+    aligned = {"dx_w": "Q2(W)ᵀ", "dw_x": "Q1(X)ᵀ"} if recipe.align else {"dx_w": "Wᵀ", "dw_x": "Xᵀ"}
+    table = rows("in `Recipe`")
+    assert [(row[0], row[1]) for row in table] == [(f"Q{i}", name) for i, name in enumerate(names, 1)]
+    for _, name, product, stored, made_from, block, rounding, scale, rotation in table:
+        op = getattr(recipe, name)
+        assert (block, rounding, scale, rotation) == (
+            f"{op.block[0]}x{op.block[1]} in {op.outer}", op.rounding, op.rule, str(op.hadamard)), name
+        assert product.lower() == name.split("_")[0]
+        assert stored.strip("()").split(", ")[1] == axes[product], name
+        assert made_from == (plain | aligned)[name]
+
+
+def test_the_output_shown_is_that_of_the_program():
+    """ Catches: a line of the quick start that the program no longer prints in this form. """
+    source = (ROOT / "train.py").read_text()
+    output = next(text for _, text in FENCES if "val_loss_fp4: " in text)
+    for key in re.findall(r"^(\w+): ", output, re.MULTILINE):
+        assert f'"{key}": ' in source, key
+    for words in ("backend reference: FP4 is emulated", "OutControl keeps", "OsciReset put", "val loss"):
+        assert words in output and words in source, words
+
+
+# -----------------------------------------------------------------------------
+# what must not be there
+
+def test_nothing_of_one_machine():
+    """ Catches: what means something on one machine, or to its owner, only. """
+    for path in SOURCES:
+        found = re.search(r"/(home|root|Users|work|mnt)\b|\bsub-?agent|\bhelper-\w|pypi\.|pythonhosted\.|"
+                          r"download\.pytorch", path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name}: {found[0]}"
+
+
+def test_lines_are_not_too_long():
+    # these, and configs/, are at 110 already
+    narrow = ("config.py", "data.py", "model.py", "osci.py", "test_docs.py")
+    for path in SOURCES:
+        if path.suffix == ".py":
+            limit = 110 if path.name in narrow or path.parent.name == "configs" else 120
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                assert len(line) <= limit, f"{path.name}:{number} has {len(line)} columns"
