@@ -61,7 +61,8 @@ def test_text_uses_the_recipe_s_forward(run, capsys, monkeypatch):
     """ Catches: text that is written by unrounded weights although the model would be deployed in FP4. """
     seen = []
     forward = evaluation.QuantLinear.forward
-    monkeypatch.setattr(evaluation.QuantLinear, "forward", lambda self, x: (seen.append(self.enabled), forward(self, x))[1])
+    monkeypatch.setattr(evaluation.QuantLinear, "forward",
+                        lambda self, x: (seen.append(self.enabled), forward(self, x))[1])
     go(capsys, run, "--prompt=a", "--tokens=2")
     assert seen and all(seen)
 
