@@ -11,6 +11,7 @@ import pytest
 import config
 import data
 import eval
+import plot
 from config import Config
 from recipes import RECIPES
 
@@ -50,10 +51,10 @@ def test_train_commands_parse(argv, capsys):
 
 
 @pytest.mark.parametrize("program, argv",
-                         [(p, argv) for p in (data, eval) for argv in commands(f"{p.__name__}.py")],
+                         [(p, argv) for p in (data, eval, plot) for argv in commands(f"{p.__name__}.py")],
                          ids=lambda x: " ".join(x) if isinstance(x, list) else x.__name__)
 def test_other_commands_parse(program, argv, monkeypatch):
-    """ Catches: a renamed flag or sub-command of data.py and eval.py. Nothing is fetched or loaded. """
+    """ Catches: a renamed flag or sub-command. Nothing is fetched or loaded. """
     class Parsed(Exception):
         pass
     parse = argparse.ArgumentParser.parse_args
@@ -68,7 +69,7 @@ def test_other_commands_parse(program, argv, monkeypatch):
 
 def test_each_program_has_its_commands():
     """ Catches: a pattern above that finds nothing, so that nothing is tested. """
-    assert [len(commands(f"{p}.py")) > 1 for p in ("train", "data", "eval")] == [True] * 3
+    assert [len(commands(f"{p}.py")) > 0 for p in ("train", "data", "eval", "plot")] == [True] * 4
 
 
 def test_the_two_commands_of_a_fresh_machine():
