@@ -217,14 +217,13 @@ def clock(seconds: float) -> str:
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s"
 
 
-def first_bad(model: torch.nn.Module) -> str:
-    """ The first tensor that holds a NaN or Inf, to name it. """
-    for name, p in model.named_parameters():
-        if not p.isfinite().all():
-            return f"the weight {name} is not finite"
-        if p.grad is not None and not p.grad.isfinite().all():
-            return f"the gradient of {name} is not finite"
-    return "all weights and gradients are finite"
+def not_finite(run: Run, model: torch.nn.Module, step: int) -> TrainingError:
+    """ The error that ends a run at a NaN or Inf: it names the first weight that holds one, and a way out. """
+    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    kept = checkpoints(run.folder)
+    where = f"the first bad weight is {bad[0]}" if bad else "all weights are still finite"
+    return TrainingError(f"step {step}: the loss is not finite, {where}; lower --lr and start anew, or continue "
+                         f"from {kept[0] if kept else 'nothing: no checkpoint yet'}")
 
 
 def out_of_memory(cfg: Config) -> str:
@@ -346,27 +345,18 @@ def train(cfg: Config, run: Run, trainer: Trainer):
     def due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
-    def check_finite(step: int):
-        if stalled:
-            kept = checkpoints(run.folder)
-            raise TrainingError(f"step {step}: the loss is not finite and {first_bad(model)}; lower --lr and start "
-                                f"anew, or continue from {kept[0] if kept else 'nothing: no checkpoint yet'}")
-
     for step in range(first, cfg.steps + 1):
-        last = step == cfg.steps
+        last, stop = step == cfg.steps, cfg.stop_at == step > first
         row = {"step": step, "tokens": step * cfg.batch_tokens, "seconds": trainer.seconds}
 
         # once in a while, and at the end: validation loss, with the recipe's forward and without rounding
         if last or (due(cfg.eval_every, step) and step > 0):
-            check_finite(step)
             row |= val_losses(model, corpus, cfg)
             run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
                     f"{row['val_loss_bf16']:.4f} (no rounding)")
 
         # once in a while, and at the end: save
-        stop = cfg.stop_at == step > first
         if step > first and (last or stop or due(cfg.save_every, step)):
-            check_finite(step)
             saved = run.save(trainer.state())
         if last or stop:
             run.row(row) if last else run.say(f"stopped at step {step}, as stop_at says")
@@ -376,20 +366,24 @@ def train(cfg: Config, run: Run, trainer: Trainer):
         start = time.time()
         seen = trainer.train_step()
         stalled += ~(seen["train_loss"].isfinite() & seen["grad_norm"].isfinite())
-        log = due(cfg.log_every, step)
-        if log:
-            check_finite(step)                             # waits for the device, so the clock below is right
+        log, coming = due(cfg.log_every, step), step + 1
+        # before a number is shown or the clock stops for something else, wait for the device, once; nothing that is
+        # not finite is ever evaluated or saved
+        if (log or coming in (cfg.steps, cfg.stop_at) or due(cfg.eval_every, coming) or due(cfg.save_every, coming)) \
+                and stalled:
+            raise not_finite(run, model, step)
         trainer.seconds += time.time() - start
         trained += time.time() - start
         # ---- end of the timed part
 
         row |= report(run, trainer, step, seen)
         if log:
+            done = coming - first
             row |= {k: float(seen[k]) for k in ("train_loss", "z_loss", "grad_norm")}
-            row |= {"lr": learning_rate(cfg, step), "tokens_per_s": (step + 1 - first) * cfg.batch_tokens / trained}
-            left = (time.time() - began) / (step + 1 - first) * (cfg.steps - step - 1)
+            row |= {"lr": learning_rate(cfg, step), "tokens_per_s": done * cfg.batch_tokens / trained}
+            left = clock((time.time() - began) / done * (cfg.steps - coming))
             run.say(f"step {step}/{cfg.steps}  loss {row['train_loss']:.4f}  lr {row['lr']:.2e}  "
-                    f"grad {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s  {clock(left)} left")
+                    f"grad {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s  {left} left")
         if row.keys() - {"step", "tokens", "seconds"}:
             run.row(row)
     if not saved:
