@@ -37,7 +37,7 @@ class Config:
     out: str = "out"                    # folder that holds the folders of all runs
     name: str = ""                      # this run's folder under out; "" = config files and seed, bf16-s1
     seed: int = 1                       # decides the first weights, the order of the data, the rounding noise
-    device: str = "auto"                # auto | cpu | cuda | mps; auto = the fastest that is there
+    device: str = "auto"                # auto | cpu | cuda | mps; auto = cuda where there is one, else cpu
     backend: str = "auto"               # auto | reference: who computes the FP4 products; auto = reference
     compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
     overwrite: bool = False             # delete a finished or unfinished run of the same name and start anew

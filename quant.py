@@ -328,7 +328,7 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
                 inner  s = e4m3((max |x| over 16 / S) / 6)
                 code   c = e2m1(x * (1 / (s * S)))
                 value  v = c * (s * S)
-    differs the paper rounds s to nearest under stochastic rounding too, which is biased; see Operand.rule
+    differs the released kernels round s to nearest under stochastic rounding too, which is biased; see Operand.rule
     edges   ragged last blocks behave as if padded with zeros
             a block of zeros gives exact zeros; one whose largest magnitude is below 2^-100 counts as zeros
             s underflows to 0: rtn stores code 0; sr uses 2^-9 instead, so that it stays unbiased

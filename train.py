@@ -22,6 +22,7 @@ import math
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -176,8 +177,9 @@ class Run:
         return True
 
 
+@lru_cache
 def commit() -> str:
-    """ The git commit of this code, '+' if files were changed since; 'unknown' outside a repository. """
+    """ The git commit of the code as it was at the first call, '+' if files were changed; 'unknown' without git. """
     def git(*args):
         here = Path(__file__).resolve().parent
         done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True)

@@ -7,5 +7,5 @@
 
 recipe = "tetrajet_full"
 outlier_frac = 0.1       # share of input channels in MXFP8; exactly round(0.1 * K) of them
-osci = "full"            # tracks every weight: two sums and a copy of the last weights while a window is open
+osci = "full"            # tracks every weight: 9 bytes for each while a window is open
 osci_tau = 8.0           # the released configs' value; the released code's own default is 16
