@@ -1,8 +1,10 @@
 """
-What a run's weights are worth: build the model of a config, load a checkpoint, measure its loss, let it write.
+What a run's weights are worth: build the model of a config, load a checkpoint,
+measure its loss, let it write.
 
-    python eval.py out/RUN                              validation loss, with the recipe's forward and without rounding
-    python eval.py out/RUN --prompt="Python is"         text that continues the prompt, with the recipe's forward
+    python eval.py out/RUN                         validation loss, with the recipe's forward
+                                                   and without rounding
+    python eval.py out/RUN --prompt="Python is"    text that continues the prompt, with the recipe's forward
 
 train.py uses the same functions, so that a loss printed in training and one printed here are the same number.
 """
@@ -39,7 +41,9 @@ def pick_device(cfg: Config) -> torch.device:
 
 
 def autocast(device: torch.device):
-    """ bf16 on accelerators, as the paper trains; float32 on a CPU, where bf16 is slow and bits are compared. """
+    """
+    bf16 on accelerators, as the paper trains; float32 on a CPU, where bf16 is slow and bits are compared.
+    """
     return nullcontext() if device.type == "cpu" else torch.autocast(device.type, torch.bfloat16)
 
 
@@ -51,13 +55,17 @@ def recipe_of(cfg: Config) -> Recipe:
                           (f"did you mean {near[0]}?" if near else f"there are {', '.join(RECIPES)}"))
     recipe = RECIPES[cfg.recipe].only([int(n) for n in cfg.quantizers.split(",") if n])
     if cfg.outlier_frac and any(recipe.operands) and recipe.outlier is None:
-        raise ConfigError(f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, or a "
-                          "recipe that has one, such as --recipe=tetrajet_full")
+        raise ConfigError(f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, "
+                          "or a recipe that has one, such as --recipe=tetrajet_full")
     return recipe
 
 
-def build(cfg: Config, corpus_vocab: int, device: torch.device) -> tuple[GPT, dict[str, QuantLinear], Counter]:
-    """ The model of a config on its device, its quantized linears by name, and the counter of their noise. """
+def build(
+    cfg: Config, corpus_vocab: int, device: torch.device,
+) -> tuple[GPT, dict[str, QuantLinear], Counter]:
+    """
+    The model of a config on its device, its quantized linears by name, and the counter of their noise.
+    """
     vocab = cfg.vocab_size or -(-corpus_vocab // 128) * 128
     if vocab < corpus_vocab:
         raise ConfigError(f"vocab_size = {vocab}, but the data has {corpus_vocab} ids; type --vocab_size=0")
@@ -89,10 +97,13 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """ One checkpoint file, its tensors on the CPU. weights_only: a file can hold tensors and numbers, not code. """
+    """
+    One checkpoint file, its tensors on the CPU. weights_only: a file can hold tensors and numbers, not code.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    # a torn zip, a pickle that is not ours, a file that is no checkpoint at all: torch has a dozen ways to say so
+    # a torn zip, a pickle that is not ours, a file that is no checkpoint at all:
+    # torch has a dozen ways to say so
     except Exception as error:
         raise CheckpointError(f"{path} is torn or no checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
@@ -101,7 +112,9 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def newest_checkpoint(folder: Path, say=print) -> tuple[Path, dict] | None:
-    """ The newest checkpoint of a run that can be read; says which ones it had to skip. None if there is none. """
+    """
+    The newest checkpoint of a run that can be read; says which ones it had to skip. None if there is none.
+    """
     for path in checkpoints(folder):
         try:
             return path, read_checkpoint(path)
@@ -117,12 +130,14 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
         raise CheckpointError(f"{folder} holds no checkpoint; give the folder of a run, such as out/NAME")
     path, state = found
     try:
-        cfg = Config.from_dict(state["config"] | {"device": device} | ({} if data is None else {"data": data}))
+        cfg = Config.from_dict(
+            state["config"] | {"device": device} | ({} if data is None else {"data": data}))
         corpus = open_corpus(cfg.data)
         model, _, _ = build(cfg, state["vocab_size"], pick_device(cfg))
         model.load_state_dict(state["model"])
     except (KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{path} does not fit this version of the program: {str(error).splitlines()[0]}")
+        raise CheckpointError(
+            f"{path} does not fit this version of the program: {str(error).splitlines()[0]}")
     if corpus.vocab_size != state["vocab_size"]:
         raise CheckpointError(f"{path} was trained on {state['vocab_size']} ids and {corpus.name} has "
                               f"{corpus.vocab_size}; give the folder of its data with --data=DIR")
@@ -135,7 +150,9 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
 
 @torch.no_grad()
 def val_loss(model: GPT, corpus: Corpus, cfg: Config) -> float:
-    """ Cross entropy in nats per token over the first cfg.eval_tokens held-out tokens, the same ones every time. """
+    """
+    Cross entropy in nats per token over the first cfg.eval_tokens held-out tokens, the same ones every time.
+    """
     device = next(model.parameters()).device
     total = min(cfg.eval_tokens // cfg.seq_len, corpus.val.whole_windows(cfg.seq_len))
     batch = cfg.micro_batch or cfg.batch_tokens // cfg.seq_len
@@ -143,7 +160,8 @@ def val_loss(model: GPT, corpus: Corpus, cfg: Config) -> float:
     was_training = model.training
     model.eval()
     for first in range(0, total, batch):
-        rows = corpus.val.sequences(first, min(batch, total - first), cfg.seq_len, seed=0, shuffle=0).to(device)
+        rows = corpus.val.sequences(
+            first, min(batch, total - first), cfg.seq_len, seed=0, shuffle=0).to(device)
         with autocast(device):
             ce, _, n = model(rows[:, :-1], rows[:, 1:])
         ce_sum, count = ce_sum + ce.double(), count + n
@@ -152,7 +170,9 @@ def val_loss(model: GPT, corpus: Corpus, cfg: Config) -> float:
 
 
 def val_losses(model: GPT, corpus: Corpus, cfg: Config) -> dict[str, float]:
-    """ The loss with the recipe's forward, which is what would be deployed, and of the same weights unrounded. """
+    """
+    The loss with the recipe's forward, which is what would be deployed, and of the same weights unrounded.
+    """
     losses = {"val_loss_fp4": val_loss(model, corpus, cfg)}
     with quantizers_off(model):
         losses["val_loss_bf16"] = val_loss(model, corpus, cfg)
@@ -177,7 +197,8 @@ def main(argv: list[str]):
     parser.add_argument("--prompt", help="continue this text instead of measuring the loss")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of text to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
-    parser.add_argument("--top_k", type=int, default=50, help="draw among this many likeliest tokens, 0 all (50)")
+    parser.add_argument("--top_k", type=int, default=50,
+                        help="draw among this many likeliest tokens, 0 all (50)")
     parser.add_argument("--seed", type=int, default=0, help="of the text (0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (auto)")
     parser.add_argument("--data", help="folder of token shards, if it is not where it was in training")

@@ -1,19 +1,24 @@
 """
 OutControl: keep the input channels with the largest activations in FP8 (TetraJet-v2, arXiv 2510.27527).
 
-A few input channels of a linear are far larger than the rest. In a block of 16 values that share one scale, such a
-channel takes the scale for itself and its neighbours round to zero. OutControl measures the channels once, early in
-training, and from then on holds the top share of them in MXFP8, in the forward pass and in dW; in dX all channels are
-FP4. How the two parts are computed is QuantLinear's business (quant.py); this file only chooses.
+A few input channels of a linear are far larger than the rest. In a block of 16 values that share one scale,
+such a channel takes the scale for itself and its neighbours round to zero. OutControl measures the channels
+once, early in training, and from then on holds the top share of them in MXFP8, in the forward pass and in
+dW; in dX all channels are FP4. How the two parts are computed is QuantLinear's business (quant.py); this
+file only chooses.
 
-    window    steps start .. start + window - 1; the paper opens it at 1% of training and measures for 50 steps
-    measure   each step, the L2 norm of every input channel over all tokens of the step; norms are summed over steps
-    choose    after the last step of the window: the largest `count` channels of each layer, for the rest of training
+    window    steps start .. start + window - 1;
+              the paper opens it at 1% of training and measures for 50 steps
+    measure   each step, the L2 norm of every input channel over all tokens of the step;
+              norms are summed over steps
+    choose    after the last step of the window: the largest `count` channels of each layer,
+              for the rest of training
 
-differs from the release: norms are taken over the whole step instead of over each micro-batch, so the choice does not
-    depend on how a step is cut into micro-batches or spread over ranks; ties go to the lower channel instead of to
-    whatever the sort leaves first; the count is exactly round(share * K) instead of the next multiple of 128; the
-    chosen columns are zeroed in place in the FP4 operand instead of being sorted out of it.
+differs from the release: norms are taken over the whole step instead of over each micro-batch, so the
+    choice does not depend on how a step is cut into micro-batches or spread over ranks; ties go to the
+    lower channel instead of to whatever the sort leaves first; the count is exactly round(share * K)
+    instead of the next multiple of 128; the chosen columns are zeroed in place in the FP4 operand instead
+    of being sorted out of it.
 """
 import torch
 from torch import Tensor
@@ -33,7 +38,7 @@ class OutControl:
     def __init__(self, layers: dict[str, QuantLinear], start: int, window: int):
         self.layers = {name: layer for name, layer in layers.items() if layer.channels.numel()}
         self.start, self.window = start, window
-        self.norms: dict[str, Tensor] = {}                                 # name -> (K,) summed norms, in a window
+        self.norms: dict[str, Tensor] = {}                 # name -> (K,) summed norms, in a window
 
     def begin_step(self, step: int):
         """ Call before the first micro-step of optimizer step `step`. """
@@ -44,7 +49,9 @@ class OutControl:
             self.norms.setdefault(name, torch.zeros_like(layer.sumsq))
 
     def after_step(self, step: int) -> dict[str, Tensor] | None:
-        """ Call after the last micro-step. -> name -> chosen channels (C,), ascending, when the window closed. """
+        """
+        Call after the last micro-step. -> name -> chosen channels (C,), ascending, when the window closed.
+        """
         if not self.norms or not self.start <= step < self.start + self.window:
             return None
         for name, layer in self.layers.items():
@@ -58,14 +65,18 @@ class OutControl:
         return {name: layer.channels for name, layer in self.layers.items()}
 
     def state_dict(self) -> dict:
-        """ What an open window has measured so far. The chosen channels themselves are buffers of the model. """
+        """
+        What an open window has measured so far. The chosen channels themselves are buffers of the model.
+        """
         return {"norms": dict(self.norms)}
 
     def load_state_dict(self, state: dict):
         unknown = set(state["norms"]) ^ set(self.layers) if state["norms"] else set()
         if unknown:
-            raise ValueError(f"outlier norms of other layers than this model has: {', '.join(sorted(unknown))}")
-        self.norms = {name: norms.to(self.layers[name].weight.device) for name, norms in state["norms"].items()}
+            raise ValueError(
+                f"outlier norms of other layers than this model has: {', '.join(sorted(unknown))}")
+        self.norms = {name: norms.to(self.layers[name].weight.device)
+                      for name, norms in state["norms"].items()}
 
 
 def top_channels(norms: Tensor, count: int) -> Tensor:

@@ -13,11 +13,11 @@ exactly those of the format, and the GEMM multiplies their float32 values, so it
 One rule makes the bits reproducible: every line of arithmetic below is float32 with one rounding per written
 operation. Multiplying or dividing by a power of two, and masking the bits of a float, are exact.
 
-What this file leaves out: which recipe uses which operand (recipes.py), resets of oscillating weights (osci.py),
-the choice of outlier channels (outliers.py).
+What this file leaves out: which recipe uses which operand (recipes.py), resets of oscillating weights
+(osci.py), the choice of outlier channels (outliers.py).
 
-Letters used for shapes: T tokens, K input features, N output features of a linear; M, K rows and columns of an
-operand. Every operand of every GEMM is stored with the summed axis last, so there is one GEMM: a @ b.T.
+Letters used for shapes: T tokens, K input features, N output features of a linear; M, K rows and columns
+of an operand. Every operand of every GEMM is stored with the summed axis last, so there is one GEMM: a @ b.T.
 """
 import json
 import math
@@ -69,7 +69,8 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
           up     the smallest grid value that is not below y, instead of the nearest
     out   float32, values of the grid, saturated at grid.max
 
-    Nearest ties go to the even code. E2M1: .25 -> 0   .75 -> 1   1.25 -> 1   1.75 -> 2   2.5 -> 2   3.5 -> 4   5 -> 4
+    Nearest ties go to the even code. E2M1:
+        .25 -> 0   .75 -> 1   1.25 -> 1   1.75 -> 2   2.5 -> 2   3.5 -> 4   5 -> 4
     edges  NaN stays NaN
     """
     y = y.clamp(max=grid.max)
@@ -80,12 +81,15 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
     elif up:
         n = n.ceil_()
     else:
-        n = n.round_()                                                     # half to even, and even n is even code
+        # half to even, and even n is even code
+        n = n.round_()
     return n.mul_(step).clamp_(max=grid.max)
 
 
 def encode(value: Tensor, grid: Grid) -> Tensor:
-    """ Grid magnitudes (float32 >= 0, exactly on the grid) -> their codes, uint8. Codes count up with the value. """
+    """
+    Grid magnitudes (float32 >= 0, exactly on the grid) -> their codes, uint8. Codes count up with the value.
+    """
     # a normal float32 already holds the code in its upper bits; only the exponent bias differs
     normal = (value.view(torch.int32) >> (23 - grid.mbits)) - ((grid.emin + 126) << grid.mbits)
     subnormal = (value * 2.0 ** (grid.mbits - grid.emin)).to(torch.int32)
@@ -93,7 +97,10 @@ def encode(value: Tensor, grid: Grid) -> Tensor:
 
 
 def decode(code: Tensor, grid: Grid) -> Tensor:
-    """ The inverse of encode: uint8 codes without sign -> float32. The all-ones code of E4M3 is NaN, as in OCP FP8. """
+    """
+    The inverse of encode: uint8 codes without sign -> float32.
+    The all-ones code of E4M3 is NaN, as in OCP FP8.
+    """
     code = code.to(torch.int32)
     normal = ((code + ((grid.emin + 126) << grid.mbits)) << (23 - grid.mbits)).view(torch.float32)
     value = torch.where(code >= 1 << grid.mbits, normal, code * 2.0 ** (grid.emin - grid.mbits))
@@ -103,9 +110,10 @@ def decode(code: Tensor, grid: Grid) -> Tensor:
 # -----------------------------------------------------------------------------
 # random numbers: Philox, addressed by a counter instead of drawn from a moving generator
 #
-# A draw is a pure function of (run seed, step, micro-step, rank, layer, stream, position). So there is nothing to
-# save, a resumed run and a recomputed activation see the same numbers, and two draws with different addresses are
-# independent. The first four live in a small tensor on the device that the training loop advances.
+# A draw is a pure function of (run seed, step, micro-step, rank, layer, stream, position).
+# So there is nothing to save, a resumed run and a recomputed activation see the same numbers,
+# and two draws with different addresses are independent. The first four live in a small tensor
+# on the device that the training loop advances.
 
 DX_SIGNS, DW_SIGNS = 8, 9      # streams of the two sign vectors; streams 1..6 are the noise of Q1..Q6
 
@@ -119,8 +127,8 @@ class Counter:
     """
     Where in the run we are: .state is int64 (4,) on the device, [seed, step, micro-step, rank].
 
-    One Counter is shared by all layers of a model. set() writes in place, so that compiled code and CUDA graphs,
-    which hold the tensor, see the new values without a host sync.
+    One Counter is shared by all layers of a model. set() writes in place, so that compiled code and CUDA
+    graphs, which hold the tensor, see the new values without a host sync.
     """
 
     def __init__(self, seed: int = 0, rank: int = 0, device: str | torch.device = "cpu"):
@@ -131,7 +139,8 @@ class Counter:
         return self
 
     def set(self, step: int, micro: int = 0):
-        # fill_ passes the number with the launch; building a tensor here would copy from unpinned memory and wait
+        # fill_ passes the number with the launch; building a tensor here
+        # would copy from unpinned memory and wait
         self.state[1].fill_(step)
         self.state[2].fill_(micro)
 
@@ -149,7 +158,8 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
         # the int64 product wraps around, but its 64 bits are those of the unsigned product
         p0, p1 = c0 * _PHILOX_MUL[0], c2 * _PHILOX_MUL[1]
         c0, c2 = (p1 >> 32 ^ c1 ^ k0) & _MASK32, (p0 >> 32 ^ c3 ^ k1) & _MASK32
-        c1, c3 = p1, p0                                # their lower halves; the upper ones are masked a round later
+        # their lower halves; the upper ones are masked a round later
+        c1, c3 = p1, p0
     return [c0, c1 & _MASK32, c2, c3 & _MASK32]
 
 
@@ -162,7 +172,8 @@ def random_words(n: int, counter: Tensor, layer: int, stream: int) -> list[Tenso
     """
     seed, step, micro, rank = counter.unbind()
     group = torch.arange(n, device=counter.device)
-    words = [group, step & _MASK32, (micro << 16) + rank & _MASK32, torch.full_like(step, layer * 16 + stream)]
+    words = [group, step & _MASK32, (micro << 16) + rank & _MASK32,
+             torch.full_like(step, layer * 16 + stream)]
     return philox(words, [seed & _MASK32, seed >> 32 & _MASK32])
 
 
@@ -170,8 +181,9 @@ def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) ->
     """
     Noise for stochastic rounding -> float32 (M, K), values (k + 1/2) / 2^16.
 
-    Eight values share one Philox call, 16 bits each, low half of a word first; a row starts with a fresh group. The
-    half centres the 65,536 levels in [0, 1): the chance of rounding up is right to 2^-17 with no mean error.
+    Eight values share one Philox call, 16 bits each, low half of a word first; a row starts with a fresh
+    group. The half centres the 65,536 levels in [0, 1): the chance of rounding up is right to 2^-17 with
+    no mean error.
     """
     M, K = shape
     groups = -(-K // 8)
@@ -191,21 +203,24 @@ def random_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
 
 def hadamard(x: Tensor, signs: Tensor) -> Tensor:
     """
-    Random Hadamard transform of the last axis: each block of n = len(signs) values times diag(signs) H_n / sqrt(n).
+    Random Hadamard transform of the last axis:
+    each block of n = len(signs) values times diag(signs) H_n / sqrt(n).
 
     in    x      (..., K), any float dtype
           signs  (n,) of +1 and -1, n a power of two; the same for all blocks
-    out   float32 (..., K rounded up to a multiple of n); the missing values of a ragged last block count as zeros
+    out   float32 (..., K rounded up to a multiple of n);
+          the missing values of a ragged last block count as zeros
 
-    H_n is the Sylvester matrix, H_2n = [[H, H], [H, -H]]. The matrix is orthogonal, so a GEMM whose two operands
-    are both rotated along the summed axis is unchanged, while a single large value is spread over its block.
+    H_n is the Sylvester matrix, H_2n = [[H, H], [H, -H]]. The matrix is orthogonal,
+    so a GEMM whose two operands are both rotated along the summed axis is unchanged,
+    while a single large value is spread over its block.
     """
     n = signs.numel()
     assert n & (n - 1) == 0 and n > 0, f"a Hadamard block has a power of two values, not {n}"
     *lead, K = x.shape
     y = F.pad(x.float(), (0, -K % n)).reshape(-1, n) * signs
-    # butterfly: log2(n) passes that turn neighbours (a, b) into a + b in the lower half of the block and a - b in the
-    # upper one. It fixes the order of additions, so that every back end gets the same bits
+    # butterfly: log2(n) passes that turn neighbours (a, b) into a + b in the lower half of the block
+    # and a - b in the upper one. It fixes the order of additions, so that every back end gets the same bits
     for _ in range(n.bit_length() - 1):
         a, b = y.view(-1, n // 2, 2).unbind(2)
         y = torch.empty_like(y)
@@ -233,17 +248,18 @@ class Operand:
     scale     format of the inner scale: e4m3, or e8m0 (a power of two)
     outer     columns that share a float32 outer scale: 128, TENSOR for one in all, 0 for none
     rule      how the inner scale is rounded
-                e4m3:  nearest   may round down: then the block's own maximum lands above the grid and is clipped
-                       up        the smallest E4M3 not below: nothing clips, so stochastic rounding is unbiased
-                       17/16     nearest, with 17/16 head-room: nothing clips either, as long as the scale is 2^-6
-                                 or more, E4M3's smallest normal number                [Quartet II, 2601.22813]
-                e8m0:  ceil      2^ceil(log2(max / grid max)): nothing clips            [TetraJet v1, 2502.20853]
-                       floor     2^(floor(log2 max) - floor(log2 grid max))             [OCP MX specification]
-                       quest     2^floor(log2(2.92247856 / grid max * rms))             [Quartet, 2505.14669]
+              e4m3:  nearest  may round down: then the block's own maximum lands above the grid and is clipped
+                     up       the smallest E4M3 not below: nothing clips, so stochastic rounding is unbiased
+                     17/16    nearest, with 17/16 head-room: nothing clips either, as long as the scale is
+                              2^-6 or more, E4M3's smallest normal number           [Quartet II, 2601.22813]
+              e8m0:  ceil     2^ceil(log2(max / grid max)): nothing clips            [TetraJet v1, 2502.20853]
+                     floor    2^(floor(log2 max) - floor(log2 grid max))             [OCP MX specification]
+                     quest    2^floor(log2(2.92247856 / grid max * rms))             [Quartet, 2505.14669]
               "" picks nearest for rtn and up for sr (e4m3), ceil (e8m0)
     rounding  rtn (nearest, ties to even) or sr (stochastic)
-    hadamard  rotate blocks of this many values along the summed axis before rounding; 0 for none. quantize() does
-              not rotate by itself: the two operands of a GEMM share one sign vector, which the linear draws
+    hadamard  rotate blocks of this many values along the summed axis before rounding;
+              0 for none. quantize() does not rotate by itself: the two operands of a GEMM share
+              one sign vector, which the linear draws
     """
     grid: str = "e2m1"
     block: tuple[int, int] = (1, 16)
@@ -320,7 +336,8 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
 
     in    x        (..., K) any float dtype; leading axes count as rows. Blocks run along the last axis
           operand  the format; its hadamard field is the linear's business and is ignored here
-          noise    uniform in [0, 1), shape of x, for operand.rounding == "sr"; without it, torch's generator draws
+          noise    uniform in [0, 1), shape of x, for operand.rounding == "sr";
+                   without it, torch's generator draws
     out   Quantized
 
     source  TetraJet-v2, arXiv 2510.27527, double-block quantization: for E2M1 values with E4M3 scales
@@ -328,7 +345,8 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
                 inner  s = e4m3((max |x| over 16 / S) / 6)
                 code   c = e2m1(x * (1 / (s * S)))
                 value  v = c * (s * S)
-    differs the released kernels round s to nearest under stochastic rounding too, which is biased; see Operand.rule
+    differs the released kernels round s to nearest under stochastic rounding too,
+            which is biased; see Operand.rule
     edges   ragged last blocks behave as if padded with zeros
             a block of zeros gives exact zeros; one whose largest magnitude is below 2^-100 counts as zeros
             s underflows to 0: rtn stores code 0; sr uses 2^-9 instead, so that it stays unbiased
@@ -340,11 +358,14 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
     grid = GRIDS[operand.grid]
     sign = torch.signbit(x).to(torch.uint8) << (3 if operand.grid == "e2m1" else 7)
     # a NaN lies in a block whose scale is NaN: any code will do, but on every device the same
-    return Quantized(encode(c.abs().nan_to_num_(0.0), grid) | sign, _scale_byte(inner, operand), outer, operand)
+    return Quantized(
+        encode(c.abs().nan_to_num_(0.0), grid) | sign, _scale_byte(inner, operand), outer, operand)
 
 
 def fake_quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Tensor:
-    """ quantize(...).dequantize() bit for bit, without building the codes: what training on ordinary GPUs uses. """
+    """
+    quantize(...).dequantize() bit for bit, without building the codes: what training on ordinary GPUs uses.
+    """
     c, inner, outer = _round(x, operand, noise)
     blocks = _to_blocks(_rows(c), operand)
     return _from_blocks(blocks * _full_scale(inner, outer, operand)[:, None, :, None], x.shape)
@@ -355,7 +376,8 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     if op.stochastic and noise is None:
         noise = torch.rand(x.shape, device=x.device)
     if not op.stochastic and noise is not None:
-        raise ValueError("noise is for stochastic rounding: set rounding='sr' in the Operand or leave noise out")
+        raise ValueError("noise is for stochastic rounding: "
+                         "set rounding='sr' in the Operand or leave noise out")
     grid = GRIDS[op.grid]
     flat = _rows(x.float())
     blocks = _to_blocks(flat, op)                                          # (R, rows, C, columns)
@@ -364,7 +386,8 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     inner, outer = _scales(blocks, amax, op)
     # code 0 where the scale is NaN, zero, or E8M0's stand-in for zero, which no block that counts can reach
     scale = _full_scale(inner, outer, op)
-    inv_scale = torch.where(scale > E8M0_SMALLEST, 1.0 / scale, 0.0)       # (R, C): one exact division per block
+    # (R, C): one exact division per block
+    inv_scale = torch.where(scale > E8M0_SMALLEST, 1.0 / scale, 0.0)
     y = mag.mul_(inv_scale[:, None, :, None])
     if noise is not None:
         noise = _to_blocks(noise.reshape(flat.shape), op)
@@ -373,11 +396,14 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor | None]:
-    """ Blocks (R, rows, C, columns) and their maxima (R, C) -> inner scales (R, C) and outer scales, float32. """
+    """
+    Blocks (R, rows, C, columns) and their maxima (R, C) -> inner scales (R, C) and outer scales, float32.
+    """
     grid_max = GRIDS[op.grid].max
     top = grid_max * 16 / 17 if op.rule == "17/16" else grid_max
 
-    # the largest magnitude that each block shares a fate with: if it is not finite all is NaN, if it is tiny all is 0
+    # the largest magnitude that each block shares a fate with:
+    # if it is not finite all is NaN, if it is tiny all is 0
     if op.outer == TENSOR:
         outer_amax = amax.amax() if amax.numel() else amax.new_zeros(())
     elif op.outer:
@@ -396,7 +422,8 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor |
         elif op.rule == "floor":
             inner = binade(amax) * 2.0 ** -math.floor(math.log2(grid_max))
         else:
-            unit = binade(amax)                                            # squares of values near 1 cannot overflow
+            # squares of values near 1 cannot overflow
+            unit = binade(amax)
             near_1 = blocks / unit.clamp(min=TINY)[:, None, :, None]
             inner = binade(near_1.square().mean(dim=(1, 3)).sqrt() * (2.92247856 / grid_max)) * unit
         return torch.where(fate.isfinite(), inner.clamp(min=E8M0_SMALLEST), math.nan), None
@@ -414,7 +441,9 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor |
 
 
 def _over(x: Tensor, number: float) -> Tensor:
-    """ x / number, rounded once. With a Python number PyTorch's CUDA kernel multiplies by 1 / number: other bits. """
+    """
+    x / number, rounded once. With a Python number PyTorch's CUDA kernel multiplies by 1 / number: other bits.
+    """
     return x / x.new_full((), number)
 
 
@@ -470,7 +499,9 @@ def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def pack(code: Tensor) -> Tensor:
-    """ E2M1 codes (..., K) -> two to a byte along K, (..., K/2 rounded up); the even column in the low nibble. """
+    """
+    E2M1 codes (..., K) -> two to a byte along K, (..., K/2 rounded up); the even column in the low nibble.
+    """
     code = F.pad(code, (0, code.shape[-1] % 2))
     return code[..., 0::2] | code[..., 1::2] << 4
 
@@ -489,8 +520,8 @@ def unpack(packed: Tensor, K: int) -> Tensor:
 @dataclass(frozen=True)
 class Recipe:
     """
-    How the six operands of a linear's three GEMMs are rounded. None keeps that operand in the compute dtype (bf16
-    under autocast): the original tensor, not the rounded one of another operand.
+    How the six operands of a linear's three GEMMs are rounded. None keeps that operand in the compute dtype
+    (bf16 under autocast): the original tensor, not the rounded one of another operand.
 
                   operand       of the GEMM           stored as    in the paper
         y_x       X             Y  = X   @ W.T        (T, K)       Q1
@@ -500,8 +531,8 @@ class Recipe:
         dw_dy     dY^T          dW = dY.T @ X         (N, T)       Q5
         dw_x      X^T                                 (K, T)       Q6
 
-    align     Q4 and Q6 round the forward's rounded tensors, Q2(W) and Q1(X), so that the gradient is that of the
-              function the forward pass really computed; False rounds the originals
+    align     Q4 and Q6 round the forward's rounded tensors, Q2(W) and Q1(X), so that the gradient
+              is that of the function the forward pass really computed; False rounds the originals
     outlier   format of the outlier channels that OutControl picked (outliers.py)
     """
     y_x: Operand | None = None
@@ -514,9 +545,12 @@ class Recipe:
     outlier: Operand | None = None
 
     def __post_init__(self):
-        for a, b, gemm in ((self.dx_dy, self.dx_w, "dX"), (self.dw_dy, self.dw_x, "dW"), (self.y_x, self.y_w, "Y")):
+        for a, b, gemm in (
+            (self.dx_dy, self.dx_w, "dX"), (self.dw_dy, self.dw_x, "dW"), (self.y_x, self.y_w, "Y"),
+        ):
             if a and b and a.hadamard != b.hadamard:
-                raise ValueError(f"the operands of {gemm} must rotate alike, not by {a.hadamard} and {b.hadamard}")
+                raise ValueError(f"the operands of {gemm} must rotate alike, "
+                                 f"not by {a.hadamard} and {b.hadamard}")
         if any(op and op.hadamard for op in (self.y_x, self.y_w)):
             raise ValueError("the forward pass does not rotate: X and W are rounded as they are")
 
@@ -548,8 +582,8 @@ def _rotation(a: Operand | None, b: Operand | None) -> int:
 
 def _gemm(a: Tensor, b: Tensor, rounded: Operand | None, dtype: torch.dtype) -> Tensor:
     """
-    a (M, S) @ b (N, S)^T -> (M, N), summed in float32. Where neither operand was touched (rounded is None) this is
-    the very matmul that nn.Linear would run, in the compute dtype.
+    a (M, S) @ b (N, S)^T -> (M, N), summed in float32. Where neither operand was touched (rounded is None)
+    this is the very matmul that nn.Linear would run, in the compute dtype.
     """
     # autocast is still on inside a custom op: left alone, it would cast the rounded operands to bf16
     with torch.autocast(a.device.type, enabled=False):
@@ -559,12 +593,16 @@ def _gemm(a: Tensor, b: Tensor, rounded: Operand | None, dtype: torch.dtype) -> 
 
 
 def _zero_columns(x: Tensor, channels: Tensor) -> Tensor:
-    """ x (M, K) with the outlier columns set to zero in place of being cut out: blocks keep their channels. """
+    """
+    x (M, K) with the outlier columns set to zero in place of being cut out: blocks keep their channels.
+    """
     return x.index_fill(1, channels, 0.0)
 
 
 class _Step:
-    """ Everything random about one linear at one moment: hands out the noise and the signs of each operand. """
+    """
+    Everything random about one linear at one moment: hands out the noise and the signs of each operand.
+    """
 
     def __init__(self, recipe: Recipe, counter: Tensor, layer: int):
         self.recipe, self.counter, self.layer = recipe, counter, layer
@@ -574,14 +612,15 @@ class _Step:
         op = self.recipe.operands[number - 1]
         if op is None:
             return x.to(dtype)
-        return fake_quantize(x, op, uniform(x.shape, self.counter, self.layer, number) if op.stochastic else None)
+        return fake_quantize(
+            x, op, uniform(x.shape, self.counter, self.layer, number) if op.stochastic else None)
 
     def rotate(self, x: Tensor, size: int, stream: int) -> Tensor:
         return hadamard(x, random_signs(size, self.counter, self.layer, stream)) if size else x
 
 
-# A custom op is opaque to torch.compile: the compiled model calls exactly this code, so it computes exactly what the
-# eager model does, and no random draw can be duplicated or reordered by the compiler.
+# A custom op is opaque to torch.compile: the compiled model calls exactly this code, so it computes exactly
+# what the eager model does, and no random draw can be duplicated or reordered by the compiler.
 @torch.library.custom_op("nvfp4::linear", mutates_args=())
 def linear_forward(
     x: Tensor,          # (T, K) in the compute dtype
@@ -592,7 +631,9 @@ def linear_forward(
     recipe: str,        # Recipe.spec()
     save: bool,         # also return what backward needs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """ Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), counter. """
+    """
+    Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), counter.
+    """
     r = Recipe.from_spec(recipe)
     step = _Step(r, counter, layer)
     split, dtype = channels.numel() > 0, x.dtype
@@ -603,7 +644,8 @@ def linear_forward(
     if split:
         x8, w8 = (fake_quantize(t[:, channels], r.outlier) if op else t[:, channels].to(dtype)
                   for t, op in ((x, r.y_x), (weight, r.y_w)))
-        y = (_gemm(x_hat, w_hat, r.outlier, torch.float32) + _gemm(x8, w8, r.outlier, torch.float32)).to(dtype)
+        y = (_gemm(x_hat, w_hat, r.outlier, torch.float32)
+             + _gemm(x8, w8, r.outlier, torch.float32)).to(dtype)
     else:
         y = _gemm(x_hat, w_hat, r.y_x or r.y_w, dtype)
     if not save:
@@ -639,7 +681,8 @@ def _(x, weight, channels, counter, layer, recipe, save):
 
     def operand(rows, cols, a, b):
         size = _rotation(a, b)
-        return x.new_empty(rows, cols + (-cols % size if size else 0), dtype=torch.float32 if size or b else x.dtype)
+        return x.new_empty(rows, cols + (-cols % size if size else 0),
+                           dtype=torch.float32 if size or b else x.dtype)
 
     saved = [x.new_empty(0, dtype=torch.float32) for _ in range(3)]
     if save:
@@ -710,9 +753,9 @@ class QuantLinear(nn.Linear):
 
     recipe    what is rounded, and how
     layer     number of this layer in the model, part of the address of its random numbers
-    counter   the model's Counter, advanced by the training loop. Without one the layer keeps its own and advances it
-              at every training forward, so that no two steps share their noise; activation checkpointing, which
-              runs a forward twice, needs a shared one
+    counter   the model's Counter, advanced by the training loop. Without one the layer keeps its
+              own and advances it at every training forward, so that no two steps share their noise;
+              activation checkpointing, which runs a forward twice, needs a shared one
     outliers  how many input channels OutControl will keep in recipe.outlier's format
 
     channels  buffer (outliers,) int64: those channels in ascending order, all -1 until they are chosen
@@ -723,7 +766,8 @@ class QuantLinear(nn.Linear):
                  layer: int = 0, counter: Counter | None = None, outliers: int = 0, device=None, dtype=None):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         if outliers and recipe.outlier is None:
-            raise ValueError("this recipe has no format for outlier channels: set Recipe.outlier, or outliers=0")
+            raise ValueError("this recipe has no format for outlier channels: "
+                             "set Recipe.outlier, or outliers=0")
         self.recipe, self.layer = recipe, layer
         self.recipe_spec = recipe.spec()
         # a layer on its own draws its seed, or two such layers would share their noise
@@ -737,7 +781,8 @@ class QuantLinear(nn.Linear):
 
     def set_channels(self, channels: Tensor):
         """ Keep these input channels (all of the same -1 for none yet) in the outlier format from now on. """
-        assert channels.shape == self.channels.shape, f"{channels.shape} channels, {self.channels.shape} expected"
+        assert channels.shape == self.channels.shape, (
+            f"{channels.shape} channels, {self.channels.shape} expected")
         self.channels.copy_(channels.sort().values)
         self.split = channels.numel() > 0 and bool((channels >= 0).all())
 
@@ -751,8 +796,8 @@ class QuantLinear(nn.Linear):
         if not self.enabled or not any(self.recipe.operands):
             return F.linear(x, self.weight, self.bias)
 
-        # autocast does not cast the arguments of a custom op, so do here what it does to nn.Linear. The weight stays
-        # as it is: it is the master weight that Q2 rounds
+        # autocast does not cast the arguments of a custom op, so do here what it does to nn.Linear.
+        # The weight stays as it is: it is the master weight that Q2 rounds
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         flat = x.to(dtype).reshape(-1, self.in_features)
@@ -762,18 +807,22 @@ class QuantLinear(nn.Linear):
             if save and self.training:
                 self.counter.state[1] += 1
         channels = self.channels if self.split else self.channels[:0]
-        y = linear_forward(flat, self.weight, channels, self.counter.state, self.layer, self.recipe_spec, save)[0]
+        y = linear_forward(
+            flat, self.weight, channels, self.counter.state, self.layer, self.recipe_spec, save)[0]
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def extra_repr(self) -> str:
         on = [str(i) for i, op in enumerate(self.recipe.operands, 1) if op]
-        return f"{super().extra_repr()}, quantizers={','.join(on) or 'none'}, outliers={self.channels.numel()}"
+        return (f"{super().extra_repr()}, quantizers={','.join(on) or 'none'}, "
+                f"outliers={self.channels.numel()}")
 
 
 @contextmanager
 def quantizers_off(model: nn.Module):
-    """ Within this block every QuantLinear of the model is a plain linear: the same weights without rounding. """
+    """
+    Within this block every QuantLinear of the model is a plain linear: the same weights without rounding.
+    """
     layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
     before = [m.enabled for m in layers]
     for m in layers:

@@ -5,7 +5,8 @@ import torch
 import data
 import train
 from config import parse
-from quant import TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, quantize, random_signs, uniform
+from quant import (TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, quantize, random_signs,
+                   uniform)
 from recipes import MXFP8, RECIPES
 from test_train import WINDOWS, assert_same, last_state, learned, shards, tiny  # noqa: F401 (a fixture)
 
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 FORMATS = [
     Operand(), Operand(rule="up"), Operand(rounding="sr"), Operand(rounding="sr", rule="nearest"),
     Operand(rounding="sr", rule="17/16"), Operand(outer=TENSOR), Operand(block=(16, 16), outer=TENSOR), MXFP8,
-    Operand(block=(1, 32), scale="e8m0", outer=0, rule="floor"), Operand(block=(1, 32), scale="e8m0", outer=0),
+    Operand(block=(1, 32), scale="e8m0", outer=0, rule="floor"),
+    Operand(block=(1, 32), scale="e8m0", outer=0),
 ]
 
 
@@ -22,12 +24,13 @@ FORMATS = [
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
 def test_codes_scales_and_values_are_those_of_the_cpu(operand, size):
     """
-    Catches: division by a Python number, which CUDA turns into a multiplication by the rounded reciprocal; flushed
-    subnormals; fused multiply-add. Found by this test: the first.
+    Catches: division by a Python number, which CUDA turns into a multiplication by the rounded reciprocal;
+    flushed subnormals; fused multiply-add. Found by this test: the first.
     """
     generator = torch.Generator().manual_seed(0)
     for shape in ((64, 512), (33, 300)):
-        x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp() ** 2 * size
+        x = (torch.randn(shape, generator=generator)
+             * torch.randn(shape, generator=generator).exp() ** 2 * size)
         counter = Counter(7).state
         noise = uniform(shape, counter, 2, 3) if operand.stochastic else None
         noise_gpu = uniform(shape, counter.cuda(), 2, 3) if operand.stochastic else None
@@ -53,8 +56,9 @@ def test_rotation_is_that_of_the_cpu():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_gradient_equals_the_eager_one(recipe, dtype):
     """
-    Catches: a compiler that draws the signs of one GEMM's two operands twice (seen with signs from torch.randint: no
-    error, and a gradient off by more than its own size). Bit for bit, through torch.compile's full code generator.
+    Catches: a compiler that draws the signs of one GEMM's two operands twice (seen with signs
+    from torch.randint: no error, and a gradient off by more than its own size). Bit for bit,
+    through torch.compile's full code generator.
     """
     torch.manual_seed(0)
     lin = QuantLinear(192, 160, bias=False, recipe=RECIPES[recipe], counter=Counter(5, device="cuda"),
@@ -78,7 +82,8 @@ def test_compiled_model_has_no_graph_break_and_the_loss_of_the_eager_one(shards)
     _, inputs, targets = next(trainer.micro_batches())
     with torch.autocast("cuda", torch.bfloat16):
         eager = float(trainer.model(inputs, targets)[0].detach()) / inputs.numel()
-        compiled = float(torch.compile(trainer.model, fullgraph=True)(inputs, targets)[0].detach()) / inputs.numel()
+        compiled = float(
+            torch.compile(trainer.model, fullgraph=True)(inputs, targets)[0].detach()) / inputs.numel()
     # norms and the softmax are fused differently, in bf16
     assert abs(eager - compiled) < 0.02
 

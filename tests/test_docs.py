@@ -149,10 +149,9 @@ def test_nothing_of_one_machine():
 
 
 def test_lines_are_not_too_long():
-    # these, and configs/, are at 110 already
-    narrow = ("config.py", "data.py", "model.py", "osci.py", "test_docs.py")
     for path in SOURCES:
         if path.suffix == ".py":
-            limit = 110 if path.name in narrow or path.parent.name == "configs" else 120
+            # one screen width for all; train.py is not there yet
+            limit = 120 if path.name == "train.py" else 110
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 assert len(line) <= limit, f"{path.name}:{number} has {len(line)} columns"

@@ -24,7 +24,9 @@ def go(capsys, *args) -> str:
 
 
 def test_the_loss_is_the_one_that_training_printed(run, capsys):
-    """ Catches: outlier channels that are not restored, evaluation on other tokens or in another precision. """
+    """
+    Catches: outlier channels that are not restored, evaluation on other tokens or in another precision.
+    """
     block = dict(line.split(": ", 1) for line in (run / "log.txt").read_text().splitlines()[-8:])
     printed = dict(line.split(": ", 1) for line in go(capsys, run).splitlines())
     assert printed["step"] == "20"
@@ -47,8 +49,12 @@ def test_loss_by_hand(run, shards):
 
 
 def test_text(run, capsys):
-    """ Catches: padding ids that are sampled (no byte has them), a prompt cut off, a generator shared with others. """
-    ask = (run, "--prompt=so it <|endoftext|> goes, longer than a sequence of 32 tokens", "--tokens=40", "--seed=3")
+    """
+    Catches: padding ids that are sampled (no byte has them), a prompt cut off,
+    a generator shared with others.
+    """
+    ask = (run, "--prompt=so it <|endoftext|> goes, longer than a sequence of 32 tokens",
+           "--tokens=40", "--seed=3")
     text = go(capsys, *ask)
     assert text.startswith("so it <|endoftext|> goes, longer than a sequence") and len(text) > 70
     torch.manual_seed(1)

@@ -1,9 +1,9 @@
 """
 The linear layer of quant.py: three GEMMs, six operands, autograd, torch.compile.
 
-reference() below writes one training step out operand by operand; the layer is compared with it, and with nn.Linear
-where nothing is rounded, bit for bit. Averages over many backward passes are compared within a bound that is computed
-from their own spread. Every docstring names a bug that the test would catch.
+reference() below writes one training step out operand by operand; the layer is compared with it, and with
+nn.Linear where nothing is rounded, bit for bit. Averages over many backward passes are compared within a
+bound that is computed from their own spread. Every docstring names a bug that the test would catch.
 """
 import copy
 import math
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from quant import (DW_SIGNS, DX_SIGNS, E4M3, Counter, Operand, QuantLinear, Recipe, decode, fake_quantize, hadamard,
-                   linear_backward, linear_forward, quantize, quantizers_off, random_signs, uniform)
+from quant import (DW_SIGNS, DX_SIGNS, E4M3, Counter, Operand, QuantLinear, Recipe, decode, fake_quantize,
+                   hadamard, linear_backward, linear_forward, quantize, quantizers_off, random_signs, uniform)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC, TETRAJET_BASE
 
 BASE, FULL = RECIPES["tetrajet_base"], RECIPES["tetrajet_full"]
@@ -57,7 +57,8 @@ def layer_of(recipe: Recipe, K: int = 20, N: int = 18, bias: bool = False, dtype
 
 def plain(linear: QuantLinear) -> nn.Linear:
     """ nn.Linear with the same parameters. """
-    other = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, dtype=linear.weight.dtype)
+    other = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None,
+                      dtype=linear.weight.dtype)
     other.load_state_dict({k: v for k, v in linear.state_dict().items() if k != "channels"})
     return other
 
@@ -99,7 +100,8 @@ def reference(linear: QuantLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     x4, w4 = x.clone(), w.clone()
     x4[:, out] = w4[:, out] = 0
     x_hat, w_hat = rounded(x4, 1), rounded(w4, 2)
-    x8, w8 = (in_fp8(t[:, out], op) for t, op in ((x, r.y_x), (w, r.y_w))) if len(out) else (x[:, out], w[:, out])
+    x8, w8 = ((in_fp8(t[:, out], op) for t, op in ((x, r.y_x), (w, r.y_w))) if len(out)
+              else (x[:, out], w[:, out]))
     y = F.linear(x_hat, w_hat) + F.linear(x8, w8) if len(out) else product(x_hat, w_hat, r.y_x, r.y_w)
 
     # dX: every channel in FP4, the outlier channels from their FP8 values
@@ -128,7 +130,9 @@ def reference(linear: QuantLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("shape", ((24, 20), (2, 12, 20), (20,)))
 def test_all_off_is_nn_linear(shape, bias, dtype, autocast):
-    """ Catches a bias that is never added, an output in another dtype, and a cast that autocast would not make. """
+    """
+    Catches a bias that is never added, an output in another dtype, and a cast that autocast would not make.
+    """
     linear = layer_of(Recipe(), bias=bias, dtype=dtype)
     x, dy = randn(*shape, dtype=dtype), randn(*shape[:-1], 18, seed=1)
     results = []
@@ -142,7 +146,9 @@ def test_all_off_is_nn_linear(shape, bias, dtype, autocast):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("number, gemm", ((1, "y"), (2, "y"), (3, "dx"), (4, "dx"), (5, "dw"), (6, "dw")))
 def test_each_quantizer_changes_its_own_gemm_only(number, gemm, dtype):
-    """ Catches two operands swapped, and a rounded tensor that another GEMM picks up where the original belongs. """
+    """
+    Catches two operands swapped, and a rounded tensor that another GEMM picks up where the original belongs.
+    """
     linear = layer_of(BASE.only([number]), K=96, N=80, dtype=dtype)
     x, dy = randn(64, 96, dtype=dtype), randn(64, 80, seed=1, dtype=dtype)
     mine, theirs = run(linear, x, dy), run(plain(linear), x, dy)
@@ -160,10 +166,13 @@ PER_TENSOR = Recipe(replace(STRIP, rounding="rtn"), SQUARE, STRIP, SQUARE, repla
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("T, K, N", ((24, 20, 18), (1, 17, 33), (128, 256, 48), (150, 140, 130)))
-@pytest.mark.parametrize("recipe", (BASE, replace(BASE, align=False), RELEASED, PER_TENSOR, BASE.only([1, 3, 6])),
+@pytest.mark.parametrize("recipe",
+                         (BASE, replace(BASE, align=False), RELEASED, PER_TENSOR, BASE.only([1, 3, 6])),
                          ids=("base", "not aligned", "released", "per tensor", "1 3 6"))
 def test_one_step_is_the_reference(recipe, T, K, N, dtype):
-    """ Catches signs that differ within a GEMM, noise of another operand, a missed alignment, a ragged axis. """
+    """
+    Catches signs that differ within a GEMM, noise of another operand, a missed alignment, a ragged axis.
+    """
     linear = layer_of(recipe, K, N, dtype=dtype)
     x, dy = randn(T, K, dtype=dtype), randn(T, N, seed=1, dtype=dtype)
     assert equal(run(linear, x, dy), reference(linear, x, dy))
@@ -172,7 +181,9 @@ def test_one_step_is_the_reference(recipe, T, K, N, dtype):
 @pytest.mark.parametrize("inside", (False, True))
 @pytest.mark.parametrize("recipe, channels", ((BASE, None), (FULL, CHANNELS)), ids=("base", "full"))
 def test_autocast_rounds_nothing_twice(recipe, channels, inside):
-    """ Catches autocast inside the op, which would cast the rounded operands to bf16, in backward by where it is. """
+    """
+    Catches autocast inside the op, which would cast the rounded operands to bf16, in backward by where it is.
+    """
     linear = layer_of(recipe, K=96, N=80, channels=channels)
     x, dy = randn(64, 96), randn(64, 80, seed=1).bfloat16()
     leaf = x.clone().requires_grad_()
@@ -199,7 +210,10 @@ def test_bias():
 
 @pytest.mark.parametrize("number, gemm", ((3, "dx"), (4, "dx"), (5, "dw"), (6, "dw")))
 def test_rotation_cancels(number, gemm):
-    """ Catches an operand that stays unrotated because only the other one is rounded: the product would be garbage. """
+    """
+    Catches an operand that stays unrotated because only the other one is rounded:
+    the product would be garbage.
+    """
     op = Operand(grid="e4m3", hadamard=16)
     recipe = replace(Recipe(), **{("y_x", "y_w", "dx_dy", "dx_w", "dw_dy", "dw_x")[number - 1]: op})
     linear = layer_of(recipe)
@@ -220,9 +234,10 @@ def test_rotation_cancels(number, gemm):
 # -----------------------------------------------------------------------------
 # the mean of many backward passes
 #
-# One pass costs milliseconds, most of them overhead. So COPIES passes share one call of a layer that has COPIES
-# times the rows in both operands of the GEMM in question; every row is rounded with noise of its own. The number of
-# rows is the same in both operands, because it is between rows of equal index that the released code shares noise.
+# One pass costs milliseconds, most of them overhead. So COPIES passes share one call of a layer that has
+# COPIES times the rows in both operands of the GEMM in question; every row is rounded with noise of its own.
+# The number of rows is the same in both operands, because it is between rows of equal index that the
+# released code shares noise.
 
 COPIES = 20
 
@@ -231,9 +246,9 @@ def passes(recipe: Recipe, gemm: str, calls: range) -> tuple[Tensor, dict[str, T
     """
     Passes through the same tiny GEMM, dX or dW, ragged in every axis.
 
-    out  the results, float32 (len(calls) * COPIES, 20, 20); and what they would be without rounding in backward:
-         "aligned" with the forward's rounded tensors, "original" without, "clipped" the mean under clipping scales,
-         float64, of the same shape
+    out  the results, float32 (len(calls) * COPIES, 20, 20); and what they would be without rounding in
+         backward: "aligned" with the forward's rounded tensors, "original" without, "clipped" the mean
+         under clipping scales, float64, of the same shape
     """
     rows, inner = 20, 18 if gemm == "dx" else 24
     many = rows * COPIES
@@ -251,7 +266,8 @@ def passes(recipe: Recipe, gemm: str, calls: range) -> tuple[Tensor, dict[str, T
     def copies_of(product):
         return product.view(COPIES, rows, COPIES, rows).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
-    target = {"aligned": copies_of(a.double() @ b_hat.double().t()), "original": copies_of(a.double() @ b.double().t())}
+    target = {"aligned": copies_of(a.double() @ b_hat.double().t()),
+              "original": copies_of(a.double() @ b.double().t())}
     results, clipped = [], []
     for step in calls:
         linear.counter.set(step)
@@ -284,8 +300,9 @@ def bias_in_sigmas(error: Tensor) -> Tensor:
 @pytest.mark.parametrize("gemm", ("dx", "dw"))
 def test_gradient_is_unbiased(gemm):
     """
-    Catches clipping, noise shared by the two operands, noise repeated from step to step, signs that differ, and a Q4
-    or Q6 that starts from the original tensor: E[dX] = dY Q2(W) and E[dW] = dY^T Q1(X), for every entry.
+    Catches clipping, noise shared by the two operands, noise repeated from step to step,
+    signs that differ, and a Q4 or Q6 that starts from the original tensor: E[dX] = dY Q2(W)
+    and E[dW] = dY^T Q1(X), for every entry.
     """
     counts = [10**k for k in range(5)]
     results, target = passes(BASE, gemm, range(sum(counts) // COPIES + 1))
@@ -294,8 +311,8 @@ def test_gradient_is_unbiased(gemm):
     for n in counts:
         squared.append(float(error[start:start + n].mean(0).square().sum()))
         start += n
-    # entries share rows of noise: the covariance S of one pass gives |error|^2 a variance of 2 tr S^2. From n passes,
-    # tr S^2 comes out too large by (tr S)^2 / n
+    # entries share rows of noise: the covariance S of one pass gives |error|^2 a variance of 2 tr S^2.
+    # From n passes, tr S^2 comes out too large by (tr S)^2 / n
     deviation = error.flatten(1)
     covariance = deviation.t() @ deviation / len(error)
     trace = float(covariance.trace())
@@ -322,7 +339,9 @@ def test_without_alignment_the_mean_is_that_of_the_originals(gemm):
 
 @pytest.mark.parametrize("gemm", ("dx", "dw"))
 def test_the_released_gradient_is_biased(gemm):
-    """ Catches a quiet repair of the released kernels' rule: the mean has to be that of clipped block maxima. """
+    """
+    Catches a quiet repair of the released kernels' rule: the mean has to be that of clipped block maxima.
+    """
     results, target = passes(RELEASED, gemm, range(150))
     assert bias_in_sigmas(results.double() - target["clipped"]).abs().max() < 5
     # projected on the right gradient it falls short, by what clipping predicts
@@ -383,19 +402,25 @@ def test_own_counter_advances_in_training_only():
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("T", (24, 150))
-@pytest.mark.parametrize("recipe", (FULL, replace(FULL, align=False), RELEASED, *(FULL.only([i]) for i in range(1, 7))),
+@pytest.mark.parametrize("recipe",
+                         (FULL, replace(FULL, align=False), RELEASED, *(FULL.only([i]) for i in range(1, 7))),
                          ids=("full", "not aligned", "released", *(f"only {i}" for i in range(1, 7))))
 def test_outlier_step_is_the_reference(recipe, T, dtype):
-    """ Catches outlier columns left in the FP4 GEMM, rotated in dW, or rounded where their operand is off. """
+    """
+    Catches outlier columns left in the FP4 GEMM, rotated in dW, or rounded where their operand is off.
+    """
     linear = layer_of(recipe, K=140, N=36, dtype=dtype, channels=CHANNELS)
     x, dy = randn(T, 140, dtype=dtype), randn(T, 36, seed=1, dtype=dtype)
-    # a power of two as scale and 3 mantissa bits round twice to the same, but for values far below their block
+    # a power of two as scale and 3 mantissa bits round twice to the same,
+    # but for values far below their block
     x[:, CHANNELS] *= 30 * torch.exp2(8 * randn(T, len(CHANNELS), seed=2)).to(dtype)
     assert equal(run(linear, x, dy), reference(linear, x, dy))
 
 
 def test_outlier_channels_leave_the_others_in_their_blocks():
-    """ Catches columns cut out in place of being zeroed, which would move every later channel to another block. """
+    """
+    Catches columns cut out in place of being zeroed, which would move every later channel to another block.
+    """
     linear = layer_of(FULL, K=140, N=36, channels=CHANNELS)
     x = randn(24, 140)
     x[:, CHANNELS] *= 30
@@ -423,7 +448,8 @@ def test_outlier_gradients():
     x8 = fake_quantize(fake_quantize(x[:, CHANNELS], MXFP8).t().contiguous(), MXFP8)
     for out in steps:
         assert torch.equal(out["dw"][:, CHANNELS], F.linear(dy8, x8))
-        # 18.7e-3 to 23.5e-3 of squared error in each operand: the outlier channels of dX are as good as the others
+        # 18.7e-3 to 23.5e-3 of squared error in each operand:
+        # the outlier channels of dX are as good as the others
         exact = dy @ linear.weight.detach()
         error = (out["dx"] - exact).square().mean(0) / exact.square().mean()
         assert error[CHANNELS].mean() < 2 * error.mean()
@@ -549,27 +575,35 @@ def test_nan_and_inf_are_not_hidden(recipe, channels, bad):
 
 @pytest.mark.parametrize("channels", (torch.empty(0, dtype=torch.int64), CHANNELS), ids=("base", "full"))
 def test_ops_are_registered_correctly(channels):
-    """ Catches a fake implementation with other shapes or dtypes than the real one, and an output that is an input. """
+    """
+    Catches a fake implementation with other shapes or dtypes than the real one,
+    and an output that is an input.
+    """
     spec = FULL.spec()
     counter = Counter(1).state
-    for x, weight in ((randn(24, 20), randn(18, 20, seed=1)), (randn(24, 20).bfloat16(), randn(18, 20, seed=1))):
+    for x, weight in ((randn(24, 20), randn(18, 20, seed=1)),
+                      (randn(24, 20).bfloat16(), randn(18, 20, seed=1))):
         for recipe in (FULL, FULL.only([1]), FULL.only([3]), FULL.only([6])):
-            args = (x.clone().requires_grad_(), weight.clone().requires_grad_(), channels, counter, 3, recipe.spec())
+            args = (x.clone().requires_grad_(), weight.clone().requires_grad_(), channels, counter, 3,
+                    recipe.spec())
             for save in (True, False):
-                torch.library.opcheck(linear_forward, (*args, save), test_utils=("test_schema", "test_faketensor"))
+                torch.library.opcheck(linear_forward, (*args, save),
+                                      test_utils=("test_schema", "test_faketensor"))
         args = (x.clone().requires_grad_(), weight.clone().requires_grad_(), channels, counter, 3, spec, True)
         torch.library.opcheck(linear_forward, args)
         y, *saved = linear_forward(*args)
         dx_w, dw_x, dw_x8, state = (t.detach() for t in saved)
         for need in ((True, True), (True, False), (False, True)):
-            torch.library.opcheck(linear_backward, (torch.randn_like(y).detach(), dx_w, dw_x, dw_x8, channels, state, 3,
-                                                    spec, *need))
+            torch.library.opcheck(linear_backward, (torch.randn_like(y).detach(), dx_w, dw_x, dw_x8, channels,
+                                                    state, 3, spec, *need))
 
 
 @pytest.mark.parametrize("autocast", (False, True))
 @pytest.mark.parametrize("recipe, channels", ((BASE, None), (FULL, CHANNELS)), ids=("base", "full"))
 def test_compiled_gradient_is_the_eager_one(recipe, channels, autocast):
-    """ Catches a graph break, and random numbers that the compiler draws twice: signs would differ within a GEMM. """
+    """
+    Catches a graph break, and random numbers that the compiler draws twice: signs would differ within a GEMM.
+    """
     linear = layer_of(recipe, bias=True, channels=channels)
     torch._dynamo.reset()
     compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
@@ -606,7 +640,8 @@ def test_activation_checkpointing(recipe, channels, reentrant):
     leaf = x.clone().requires_grad_()
     y = checkpoint(linear, leaf, use_reentrant=reentrant)
     y.backward(dy)
-    assert equal(expected, {"y": y.detach(), "dx": leaf.grad, "dw": linear.weight.grad, "db": linear.bias.grad})
+    assert equal(expected, {"y": y.detach(), "dx": leaf.grad,
+                            "dw": linear.weight.grad, "db": linear.bias.grad})
 
 
 def test_a_layer_used_twice_before_backward():
@@ -633,7 +668,9 @@ def test_a_layer_used_twice_before_backward():
 
 @pytest.mark.parametrize("recipe, channels", ((BASE, None), (FULL, CHANNELS)), ids=("base", "full"))
 def test_gradients_nobody_asked_for(recipe, channels):
-    """ Catches a frozen weight, or an input without gradient, that changes the other gradient or gets one. """
+    """
+    Catches a frozen weight, or an input without gradient, that changes the other gradient or gets one.
+    """
     linear = layer_of(recipe, bias=True, channels=channels)
     x, dy = randn(24, 20), randn(24, 18, seed=1)
     expected = run(linear, x, dy)
@@ -656,7 +693,8 @@ def test_gradients_nobody_asked_for(recipe, channels):
 
 def test_quantizers_off():
     """ Catches a switch that misses a layer, or stays off after the block, also when the block raises. """
-    model = nn.Sequential(layer_of(FULL, 20, 20, bias=True, channels=CHANNELS), nn.ReLU(), layer_of(BASE, bias=True))
+    model = nn.Sequential(layer_of(FULL, 20, 20, bias=True, channels=CHANNELS), nn.ReLU(),
+                          layer_of(BASE, bias=True))
     model[2].enabled = False
     x = randn(24, 20)
     before = model(x)
@@ -664,12 +702,15 @@ def test_quantizers_off():
         assert torch.equal(model(x), plain(model[2])(plain(model[0])(x).relu()))
         raise KeyError
     assert model[0].enabled and not model[2].enabled
-    assert torch.equal(model(x), before) and not torch.equal(before, plain(model[2])(plain(model[0])(x).relu()))
+    assert (torch.equal(model(x), before)
+            and not torch.equal(before, plain(model[2])(plain(model[0])(x).relu())))
     assert "quantizers=1,2,3,4,5,6, outliers=5" in repr(model[0])
 
 
 def test_layers_on_their_own_have_their_own_noise():
-    """ Catches a default seed: in nn.Sequential(QuantLinear(...), QuantLinear(...)) both would round alike. """
+    """
+    Catches a default seed: in nn.Sequential(QuantLinear(...), QuantLinear(...)) both would round alike.
+    """
     torch.manual_seed(0)
     a, b = QuantLinear(20, 18, recipe=BASE), QuantLinear(20, 18, recipe=BASE)
     torch.manual_seed(0)

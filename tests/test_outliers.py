@@ -38,8 +38,9 @@ def test_finds_planted_channels_and_sorts_them():
 
 def test_norms_of_the_whole_step_do_not_depend_on_micro_batches():
     """
-    Catches: adding a norm per micro-batch, as the release does. Channel 0 has all its energy in one micro-batch and
-    channel 1 spreads three quarters of it over four: sums of micro-batch norms rank them the wrong way round.
+    Catches: adding a norm per micro-batch, as the release does. Channel 0 has all its energy in one
+    micro-batch and channel 1 spreads three quarters of it over four: sums of micro-batch norms rank
+    them the wrong way round.
     """
     x = torch.zeros(4, 8, 64)
     x[0, :, 0] = 4.0
@@ -128,7 +129,9 @@ def test_norms_of_another_model_are_refused():
 
 
 def test_switching_over_lowers_the_error_of_the_forward_pass():
-    """ Catches: a switch that drops, doubles or misplaces channels. With real outliers the error must fall. """
+    """
+    Catches: a switch that drops, doubles or misplaces channels. With real outliers the error must fall.
+    """
     lin = layer(outliers=6).eval()
     x = torch.randn(256, 64)
     x[:, [5, 20, 33, 41, 50, 60]] *= 30

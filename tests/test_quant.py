@@ -3,12 +3,13 @@ The numbers of quant.py: grids, block formats, stochastic rounding, random numbe
 
 Codes, scales and values are compared bit for bit, with three programs that share no code with quant.py:
 
-    golden_nvfp4.npz   five sets of inputs with their codes, scales and values, from an independent NumPy program
+    golden_nvfp4.npz   five sets of inputs with their codes, scales and values,
+                       from an independent NumPy program
     ml_dtypes          rounds to E2M1, E4M3 and E5M2
     model() below      the documented rules, block by block, in NumPy float32
 
-Averages over random draws are compared within a bound that is computed from the distribution of the draws. Every
-docstring names a bug that the test would catch.
+Averages over random draws are compared within a bound that is computed from the distribution of the draws.
+Every docstring names a bug that the test would catch.
 """
 import math
 from dataclasses import replace
@@ -21,9 +22,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant import (DW_SIGNS, DX_SIGNS, E4M3, GRIDS, TENSOR, Counter, Operand, Recipe, decode, encode, fake_quantize,
-                   hadamard, pack, philox, quantize, random_signs, random_words, round_to_grid, uniform,
-                   unpack)
+from quant import (DW_SIGNS, DX_SIGNS, E4M3, GRIDS, TENSOR, Counter, Operand, Recipe, decode, encode,
+                   fake_quantize, hadamard, pack, philox, quantize, random_signs, random_words,
+                   round_to_grid, uniform, unpack)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC, TETRAJET_BASE
 
 GOLDEN = np.load(Path(__file__).with_name("golden_nvfp4.npz"))
@@ -81,12 +82,16 @@ def noise_for(x: Tensor, op: Operand, **at: int) -> Tensor | None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """ Equal bit for bit. Unlike torch.equal: 0.0 is not -0.0, and NaN is NaN (whose bits are no promise of ours). """
+    """
+    Equal bit for bit. Unlike torch.equal: 0.0 is not -0.0, and NaN is NaN
+    (whose bits are no promise of ours).
+    """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not a.is_floating_point():
         return torch.equal(a, b)
-    return torch.equal(torch.where(a.isnan(), 7, a.view(torch.int32)), torch.where(b.isnan(), 7, b.view(torch.int32)))
+    return torch.equal(torch.where(a.isnan(), 7, a.view(torch.int32)),
+                       torch.where(b.isnan(), 7, b.view(torch.int32)))
 
 
 def is_nan_byte(inner: Tensor, op: Operand) -> Tensor:
@@ -102,7 +107,10 @@ def full_scale(x: Tensor, op: Operand) -> Tensor:
 
 
 def neighbours(y: Tensor, grid: str) -> tuple[Tensor, Tensor]:
-    """ The grid's values just below (or at) and just above (or at) y >= 0, float64; beyond its top, the top twice. """
+    """
+    The grid's values just below (or at) and just above (or at) y >= 0,
+    float64; beyond its top, the top twice.
+    """
     values = GRID_VALUES[grid].astype(np.float64)
     y = np.minimum(y.double().numpy(), values[-1])
     above = np.searchsorted(values, y)
@@ -115,10 +123,13 @@ def neighbours(y: Tensor, grid: str) -> tuple[Tensor, Tensor]:
 
 
 def dense(grid: str) -> np.ndarray:
-    """ Grid values, the midpoints between them, the float32 neighbours of all these, and every bf16 up to 2 max. """
+    """
+    Grid values, the midpoints between them, the float32 neighbours of all these, and every bf16 up to 2 max.
+    """
     values = GRID_VALUES[grid]
     points = np.concatenate([values, (values[1:] + values[:-1]) / 2])
-    points = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
+    points = np.concatenate([
+        points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
     bf16 = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
     return np.concatenate([points, bf16[bf16 <= 2 * values[-1]]])
 
@@ -137,7 +148,9 @@ def test_codes_decode_and_encode_as_in_ml_dtypes(grid):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_nearest_rounding_is_that_of_ml_dtypes(grid, device):
-    """ Catches ties away from even, the wrong spacing just below a power of two, and an early overflow to NaN. """
+    """
+    Catches ties away from even, the wrong spacing just below a power of two, and an early overflow to NaN.
+    """
     x = dense(grid)
     expected = np.minimum(x, GRID_VALUES[grid][-1]).astype(ML[grid])
     got = round_to_grid(torch.from_numpy(x).to(device), GRIDS[grid])
@@ -156,13 +169,17 @@ def test_up_is_the_smallest_value_not_below(grid):
 
 @pytest.mark.parametrize("up", (False, True))
 def test_e4m3_scales_saturate(up):
-    """ Catches a cast without a clamp: 464 and beyond is the NaN byte 0x7F in ml_dtypes and in older PyTorch. """
+    """
+    Catches a cast without a clamp: 464 and beyond is the NaN byte 0x7F in ml_dtypes and in older PyTorch.
+    """
     x = torch.tensor([448, 448.0001, 464, 465, 480, 448 * 1.07, 1e6, math.inf])
     assert (encode(round_to_grid(x, E4M3, up=up), E4M3) == 0x7E).all()
 
 
 def test_no_block_maximum_overflows_the_scale():
-    """ Catches (amax / S) / 6 a little above 448 for some amax, and large blocks where there is no outer scale. """
+    """
+    Catches (amax / S) / 6 a little above 448 for some amax, and large blocks where there is no outer scale.
+    """
     amax = torch.logspace(-29, 37, 20_000)[:, None].expand(-1, 16)
     for rule in ("nearest", "up", "17/16"):
         assert (quantize(amax, replace(NEAREST, rule=rule)).inner == 0x7E).all()
@@ -171,7 +188,10 @@ def test_no_block_maximum_overflows_the_scale():
 
 
 def test_tie_table():
-    """ Catches ties away from zero, and multiplying with 1/6 where the rule divides: it moves values off their tie. """
+    """
+    Catches ties away from zero, and multiplying with 1/6 where the rule divides:
+    it moves values off their tie.
+    """
     table = {.25: 0, .75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5: 4}
     grid = GRID_VALUES["e2m1"]
     for tie, even in table.items():
@@ -195,8 +215,12 @@ def test_tie_table():
 @pytest.mark.parametrize("kind", ("rtn_nearest", "rtn_up", "sr_nearest", "sr_up"))
 @pytest.mark.parametrize("name", SETS)
 def test_golden_nvfp4(name, kind, device):
-    """ Catches one wrong bit: a reciprocal for a division, s * S multiplied in another order, codes from x / scale. """
-    golden = {what: torch.from_numpy(GOLDEN[f"{name}/{kind}/{what}"]) for what in ("code", "inner", "outer", "value")}
+    """
+    Catches one wrong bit: a reciprocal for a division, s * S multiplied in another order,
+    codes from x / scale.
+    """
+    golden = {what: torch.from_numpy(GOLDEN[f"{name}/{kind}/{what}"])
+              for what in ("code", "inner", "outer", "value")}
     x = torch.from_numpy(GOLDEN[f"{name}/x"]).to(device)
     rounding, rule = kind.split("_")
     op = Operand(rounding=rounding, rule=rule)
@@ -212,7 +236,9 @@ def test_golden_nvfp4(name, kind, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SETS)
 def test_golden_mxfp8(name, device):
-    """ Catches a scale cast to E8M0, which rounds to nearest, and the OCP rule, which rounds down and clips. """
+    """
+    Catches a scale cast to E8M0, which rounds to nearest, and the OCP rule, which rounds down and clips.
+    """
     x = torch.from_numpy(GOLDEN[f"{name}/x"]).to(device)
     q = quantize(x, MXFP8)
     assert np.array_equal(q.inner.cpu().long().numpy() - 127, GOLDEN[f"{name}/mxfp8/exponent"])
@@ -241,7 +267,9 @@ def floor_log2(q: Fraction) -> int:
 
 
 def e8m0_exponent(rule: str, block: np.ndarray, grid_max: float, size: int) -> int:
-    """ The exponent of an E8M0 scale, in exact rational arithmetic where the rule allows it. size counts padding. """
+    """
+    The exponent of an E8M0 scale, in exact rational arithmetic where the rule allows it. size counts padding.
+    """
     amax = Fraction(float(np.abs(block).max()))
     if amax == 0:
         return -127
@@ -255,7 +283,10 @@ def e8m0_exponent(rule: str, block: np.ndarray, grid_max: float, size: int) -> i
 
 
 def model(x: np.ndarray, op: Operand) -> dict[str, np.ndarray]:
-    """ Round x (M, K) to nearest in a block format: the rules of quantize()'s docstring, one block after the other. """
+    """
+    Round x (M, K) to nearest in a block format:
+    the rules of quantize()'s docstring, one block after the other.
+    """
     f = np.float32
     top = f(GRIDS[op.grid].max * (16 / 17 if op.rule == "17/16" else 1))
     (M, K), (rows, columns) = x.shape, op.block
@@ -266,7 +297,8 @@ def model(x: np.ndarray, op: Operand) -> dict[str, np.ndarray]:
     for r in range(0, M, rows):
         for c in range(0, K, columns):
             i, j = r // outer_rows, c // outer_columns
-            fate = np.abs(x[i * outer_rows:(i + 1) * outer_rows, j * outer_columns:(j + 1) * outer_columns]).max()
+            fate = np.abs(x[i * outer_rows:(i + 1) * outer_rows,
+                            j * outer_columns:(j + 1) * outer_columns]).max()
             block = x[r:r + rows, c:c + columns]
             if op.scale == "e8m0":
                 byte = e8m0_exponent(op.rule, block, GRIDS[op.grid].max, rows * columns) + 127
@@ -292,7 +324,9 @@ def model(x: np.ndarray, op: Operand) -> dict[str, np.ndarray]:
 
 @rtn_formats
 def test_every_format_is_its_scalar_model(op):
-    """ Catches a square that takes its maximum over one axis only, the head-room used in one of two places, ... """
+    """
+    Catches a square that takes its maximum over one axis only, the head-room used in one of two places, ...
+    """
     x = randn(40, 300) * torch.exp2(8 * randn(40, 300, seed=1).round())
     x[20:] = (8 * randn(20, 300, seed=2)).round().clamp(-48, 48) / 8                # many values on a tie
     x[20:, ::16] = 6
@@ -309,7 +343,9 @@ def test_every_format_is_its_scalar_model(op):
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("rule", ("ceil", "floor", "quest"))
 def test_e8m0_rules_around_powers_of_two(rule, grid):
-    """ Catches log2 in floating point, off by one just beside a power of two, and a "ceil" that adds one at it. """
+    """
+    Catches log2 in floating point, off by one just beside a power of two, and a "ceil" that adds one at it.
+    """
     op = Operand(grid=grid, block=(1, 32), scale="e8m0", outer=0, rule=rule)
     points = np.array([1, 1.5, 1.75, GRIDS[grid].max, 1 / 2.92247856], np.float32)
     exponents = np.exp2(np.arange(-80, 90, dtype=np.float32))
@@ -339,7 +375,8 @@ def test_pack_and_unpack(K):
     packed = pack(code)
     assert packed.shape == (2, 5, (K + 1) // 2) and packed.dtype == torch.uint8
     assert torch.equal(unpack(packed, K), code)
-    assert torch.equal(packed & 15, code[..., 0::2]) and torch.equal(packed[..., : K // 2] >> 4, code[..., 1::2])
+    assert (torch.equal(packed & 15, code[..., 0::2])
+            and torch.equal(packed[..., : K // 2] >> 4, code[..., 1::2]))
     with pytest.raises(ValueError, match="bytes a row"):
         unpack(packed, K + 2)
 
@@ -357,7 +394,10 @@ def test_bits_per_value():
 @formats
 @pytest.mark.parametrize("K", (1, 15, 17, 100, 129, 300))
 def test_ragged_shapes_are_padded_with_zeros(op, K):
-    """ Catches a last block that is dropped, that shares a scale with the next row, or whose padding is rounded up. """
+    """
+    Catches a last block that is dropped, that shares a scale with the next row,
+    or whose padding is rounded up.
+    """
     M = 19
     x = randn(M, K)
     padded = torch.zeros(32, 384)
@@ -379,7 +419,9 @@ def test_ragged_shapes_are_padded_with_zeros(op, K):
 
 @formats
 def test_layout_and_dtype_of_the_input_do_not_matter(op):
-    """ Catches view() on a strided tensor, scales computed in half precision, and leading axes mixed into blocks. """
+    """
+    Catches view() on a strided tensor, scales computed in half precision, and leading axes mixed into blocks.
+    """
     x = randn(48, 96).bfloat16()
     noise = noise_for(x, op)
     expected = fake_quantize(x.float().contiguous(), op, noise)
@@ -388,15 +430,18 @@ def test_layout_and_dtype_of_the_input_do_not_matter(op):
     for strided in (x.repeat_interleave(2, 1)[:, ::2], x.t().contiguous().t()):
         assert not strided.is_contiguous() and same(fake_quantize(strided, op, noise), expected)
     # codes of (..., K) are those of (M, K)
-    a, b = quantize(x, op, noise), quantize(x.view(2, 3, 8, 96), op, None if noise is None else noise.view(2, 3, 8, 96))
-    assert b.code.shape == (2, 3, 8, 96) and torch.equal(a.code, b.code.view(48, 96)) and torch.equal(a.inner, b.inner)
+    a, b = (quantize(x, op, noise),
+            quantize(x.view(2, 3, 8, 96), op, None if noise is None else noise.view(2, 3, 8, 96)))
+    assert (b.code.shape == (2, 3, 8, 96) and torch.equal(a.code, b.code.view(48, 96))
+            and torch.equal(a.inner, b.inner))
     assert same(b.dequantize(), expected.view(2, 3, 8, 96))
     strided = x.view(2, 24, 96).transpose(0, 1)
     strided_noise = None if noise is None else noise.view(2, 24, 96).transpose(0, 1)
     whole = fake_quantize(strided.contiguous(), op, None if noise is None else strided_noise.contiguous())
     assert same(fake_quantize(strided, op, strided_noise), whole)
     row = x[0]
-    assert same(fake_quantize(row, op, noise_for(row, op)), fake_quantize(row[None], op, noise_for(row[None], op))[0])
+    assert same(fake_quantize(row, op, noise_for(row, op)),
+                fake_quantize(row[None], op, noise_for(row[None], op))[0])
 
 
 @formats
@@ -410,14 +455,18 @@ def test_empty_tensors(op, shape):
 
 
 def test_noise_is_an_argument():
-    """ Catches noise ignored, noise accepted where it would do nothing, and a draw that torch's seed does not fix. """
+    """
+    Catches noise ignored, noise accepted where it would do nothing,
+    and a draw that torch's seed does not fix.
+    """
     x = randn(8, 128)
     low, high = torch.zeros_like(x), torch.full_like(x, 1 - 2.0**-24)
     # towards zero and away from it, but for the values that are on the grid
     assert (fake_quantize(x, STOCHASTIC, low).abs() <= x.abs() * (1 + 2.0**-22)).all()
     q = quantize(x, STOCHASTIC, high)
     assert (q.dequantize().abs() >= x.abs() * (1 - 2.0**-22)).all()
-    # the largest float32 below 1 still does not carry a block's maximum beyond the grid, into the sign bit of its code
+    # the largest float32 below 1 still does not carry a block's maximum beyond
+    # the grid, into the sign bit of its code
     assert torch.equal(q.code >> 3 != 0, x.signbit())
     with pytest.raises(ValueError, match="stochastic"):
         fake_quantize(x, NEAREST, low)
@@ -436,7 +485,9 @@ def test_noise_is_an_argument():
 
 @formats
 def test_zeros_stay_exactly_zero(op):
-    """ Catches 0/0, a scale of zero replaced by one that overflows E4M3, and a zero block that disturbs its row. """
+    """
+    Catches 0/0, a scale of zero replaced by one that overflows E4M3, and a zero block that disturbs its row.
+    """
     zero = torch.zeros(32, 256)
     q = quantize(zero, op, noise_for(zero, op))
     assert same(q.dequantize(), zero) and not is_nan_byte(q.inner, op).any() and (q.code == 0).all()
@@ -455,7 +506,9 @@ def test_zeros_stay_exactly_zero(op):
 
 @formats
 def test_below_tiny_is_zero(op):
-    """ Catches codes left over at the smallest scale (E8M0 has no zero), and a guard that flushes 2^-100 itself. """
+    """
+    Catches codes left over at the smallest scale (E8M0 has no zero), and a guard that flushes 2^-100 itself.
+    """
     x = randn(32, 256).clamp(-7.9, 7.9) * 2.0**-103
     x[0, 0] = 1e-45
     zero = torch.zeros_like(x).copysign(x)
@@ -463,7 +516,8 @@ def test_below_tiny_is_zero(op):
     assert same(q.dequantize(), zero) and same(fake_quantize(x, op, noise_for(x, op)), zero)
     assert same(quantize(zero, op, noise_for(x, op)).inner, q.inner)
     x = torch.full((16, 32), 2.0**-100)
-    assert (fake_quantize(x, op, noise_for(x, op)) >= (2.0**-101 if op.outer or op.scale == "e8m0" else 0)).all()
+    assert (fake_quantize(x, op, noise_for(x, op))
+            >= (2.0**-101 if op.outer or op.scale == "e8m0" else 0)).all()
 
 
 @formats
@@ -483,7 +537,9 @@ def test_huge_values_stay_finite(op):
 
 @formats
 def test_one_large_value_among_tiny_ones(op):
-    """ Catches an inner scale that underflows to zero and then divides, and small values turned into large ones. """
+    """
+    Catches an inner scale that underflows to zero and then divides, and small values turned into large ones.
+    """
     x = torch.full((16, 256), 1e-7)
     x[0, 0] = 1.0
     noise = noise_for(x, op)
@@ -495,7 +551,8 @@ def test_one_large_value_among_tiny_ones(op):
     else:
         assert value[0, 0] >= (0.375 if op.rule == "quest" else 2 / 3) and value[0, 0] < 1.07
     if op.outer == 128 and op.grid == "e2m1" and not op.stochastic:
-        assert (q.code[0, 1:128] == 0).all() and (value[0, 128:] > 0).all()     # flushed within its outer block only
+        # flushed within its outer block only
+        assert (q.code[0, 1:128] == 0).all() and (value[0, 128:] > 0).all()
     assert same(fake_quantize(x, op, noise), value)
     assert (value[1:] < 4e-4).all()
 
@@ -503,7 +560,9 @@ def test_one_large_value_among_tiny_ones(op):
 @pytest.mark.parametrize("seed", range(4))
 @formats
 def test_no_finite_input_gives_nan(op, seed):
-    """ Catches the NaN byte 0x7F or 0xFF in stored scales, and fake_quantize() differing from the stored format. """
+    """
+    Catches the NaN byte 0x7F or 0xFF in stored scales, and fake_quantize() differing from the stored format.
+    """
     x = randn(19, 300, seed=seed)
     spread = torch.Generator().manual_seed(seed)
     # magnitudes from the smallest subnormal to 1e38: of the tensor, of rows, of 16-blocks, of values
@@ -524,7 +583,9 @@ def test_no_finite_input_gives_nan(op, seed):
 @pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
 @formats
 def test_nan_and_inf_poison_their_outer_block_only(op, bad):
-    """ Catches NaN dropped by a maximum, Inf saturated to 6, and poison that leaks into a neighbouring block. """
+    """
+    Catches NaN dropped by a maximum, Inf saturated to 6, and poison that leaks into a neighbouring block.
+    """
     x = randn(19, 300)
     noise = noise_for(x, op)
     x[1, 140] = 0
@@ -565,8 +626,9 @@ def test_idempotent(op):
     """
     Catches a scale that drifts when rounded values are rounded again, as Q4 and Q6 do.
 
-    Two scales are left out, 2^-9 and 2 * 2^-9: there E4M3 is so coarse that a block's maximum may become code 3 or 4
-    instead of 6, and the block then asks for a smaller scale. Such a block is 90,000 times below its outer maximum.
+    Two scales are left out, 2^-9 and 2 * 2^-9: there E4M3 is so coarse that a block's
+    maximum may become code 3 or 4 instead of 6, and the block then asks for a smaller scale.
+    Such a block is 90,000 times below its outer maximum.
     """
     inputs = [torch.from_numpy(GOLDEN[f"{name}/x"]) for name in SETS]
     inputs += [randn(64, 512), randn(64, 512, seed=1) * torch.exp2(4 * randn(64, 512, seed=2))]
@@ -582,7 +644,9 @@ def test_idempotent(op):
 
 
 def test_squares_commute_with_transposing():
-    """ Catches squares that are strips in disguise: the weight of dX would not be the weight of the forward pass. """
+    """
+    Catches squares that are strips in disguise: the weight of dX would not be the weight of the forward pass.
+    """
     x = randn(100, 300)
     square = replace(NEAREST, block=(16, 16), outer=TENSOR)
     a, b = quantize(x, square), quantize(x.t(), square)
@@ -591,8 +655,8 @@ def test_squares_commute_with_transposing():
     assert not torch.equal(fake_quantize(x, NEAREST), fake_quantize(x.t(), NEAREST).t())
 
 
-# squared error over squared value on N(0, 1), in 1e-3; the first, third, fifth and seventh are also in the literature:
-# 2601.22813 table 1 has 9.0, 12.4 and 23.5
+# squared error over squared value on N(0, 1), in 1e-3; the first, third, fifth and seventh are also
+# in the literature: 2601.22813 table 1 has 9.0, 12.4 and 23.5
 @pytest.mark.parametrize("op, expected", (
     (NEAREST, 9.01),
     (replace(NEAREST, rule="up"), 9.83),
@@ -603,7 +667,10 @@ def test_squares_commute_with_transposing():
     (replace(STOCHASTIC, rule="17/16"), 23.5),
 ))
 def test_error_on_normal_values(op, expected):
-    """ Catches an error that is 2% too large, or too small: that is a bug too, for example noise of half the width. """
+    """
+    Catches an error that is 2% too large, or too small: that is a bug too,
+    for example noise of half the width.
+    """
     x = randn(2048, 1024)
     error = fake_quantize(x, op, noise_for(x, op)) - x
     mse = 1e3 * error.double().square().mean() / x.double().square().mean()
@@ -624,7 +691,9 @@ def test_share_of_clipped_blocks():
 
 
 def test_stochastic_rounding_per_binade():
-    """ Catches dither of the wrong width in one binade, a draw that is no neighbour, and an output of zeros. """
+    """
+    Catches dither of the wrong width in one binade, a draw that is no neighbour, and an output of zeros.
+    """
     values = torch.tensor([0.1, 0.6, 1.2, 1.9, 2.7, 3.3, 4.4, 5.9, 6.0, -0.1, -2.7, -5.9])
     # as in the tie table: seven blocks with scale 1 in each row
     rows = torch.zeros(16_000, 8, 16)
@@ -651,7 +720,10 @@ def draws(x: Tensor, op: Operand, n: int, step: int = 0) -> Tensor:
 
 
 def exact_mean_and_variance(x: Tensor, op: Operand) -> tuple[Tensor, Tensor]:
-    """ Of one value rounded stochastically: with the neighbours l < y < h, the mean is y, the variance (y-l)(h-y). """
+    """
+    Of one value rounded stochastically: with the neighbours l < y < h,
+    the mean is y, the variance (y-l)(h-y).
+    """
     scale = full_scale(x, op).double()
     y = (x.double().abs() / scale).clamp(max=6)
     lo, hi = neighbours(y, "e2m1")
@@ -675,7 +747,9 @@ def test_mean_of_stochastic_rounding_is_the_value(rule):
 
 
 def test_small_blocks_stay_unbiased():
-    """ Catches an inner scale that underflows to zero: every small gradient beside a large one would be lost. """
+    """
+    Catches an inner scale that underflows to zero: every small gradient beside a large one would be lost.
+    """
     x = torch.full((1, 128), 1e-7)
     x[0, 0] = 1.0
     n = 20_000
@@ -695,7 +769,8 @@ def test_error_of_the_mean_falls_as_one_over_root_n():
     for k, n in enumerate(counts):
         error = draws(x, STOCHASTIC, n, step=k).mean(0) - x.double()
         squared.append(float(error.square().sum()))
-    # relative standard deviation of a sum of squared normal errors, and so of log(rms); then of a fitted slope
+    # relative standard deviation of a sum of squared normal errors,
+    # and so of log(rms); then of a fitted slope
     spread = math.sqrt(2 * variance.square().sum()) / variance.sum() / 2
     logs = np.log(counts)
     slope = np.polyfit(logs, np.log(squared) / 2, 1)[0]
@@ -705,8 +780,8 @@ def test_error_of_the_mean_falls_as_one_over_root_n():
 
 def test_the_released_rule_is_biased():
     """
-    Catches a quiet repair of rule "nearest": it has to reproduce the released kernels. Their scale may round down,
-    and the block's maximum is then clipped to 6.
+    Catches a quiet repair of rule "nearest": it has to reproduce the released kernels.
+    Their scale may round down, and the block's maximum is then clipped to 6.
     """
     op, n = replace(STOCHASTIC, rule="nearest"), 2048
     x = randn(8, 128)
@@ -716,7 +791,8 @@ def test_the_released_rule_is_biased():
 
     x = randn(2048, 1024, seed=1).double()
     mean = exact_mean_and_variance(x.float(), op)[0]
-    # the mean of Q(x) projected on x: 0.99735, and the sampling error of these 2 million values, from their rows
+    # the mean of Q(x) projected on x: 0.99735, and the sampling error
+    # of these 2 million values, from their rows
     per_row, norm = (mean * x).sum(1), x.square().sum(1)
     projection = per_row.sum() / norm.sum()
     sampling = (per_row - projection * norm).std() * math.sqrt(len(x)) / norm.sum()
@@ -743,7 +819,8 @@ def test_the_released_rule_is_biased():
 ))
 def test_philox_known_answers(counter, key, expected, device):
     """ Catches a signed shift, a product cut to 32 bits, and a round too few. """
-    words = philox([torch.tensor(c, device=device) for c in counter], [torch.tensor(k, device=device) for k in key])
+    words = philox([torch.tensor(c, device=device) for c in counter],
+                   [torch.tensor(k, device=device) for k in key])
     assert tuple(w.item() for w in words) == expected
 
 
@@ -752,17 +829,21 @@ def test_addresses_are_as_documented():
     at = dict(seed=0x123456789ABCDEF0, step=77, micro=5, rank=3)
     words = torch.stack(random_words(7, address(**at), 11, 4), dim=-1)
     counter = [torch.arange(7), torch.tensor(77), torch.tensor((5 << 16) + 3), torch.tensor(11 * 16 + 4)]
-    assert torch.equal(words, torch.stack(philox(counter, [torch.tensor(0x9ABCDEF0), torch.tensor(0x12345678)]), 1))
+    assert torch.equal(
+        words, torch.stack(philox(counter, [torch.tensor(0x9ABCDEF0), torch.tensor(0x12345678)]), 1))
 
     seen = {tuple(int(w) for w in random_words(1, address(seed, step, micro, rank), layer, stream))
-            for seed in (0, 1, 1 << 32) for step in (0, 1, 1 << 16) for micro in (0, 1, 9) for rank in (0, 1, 9)
+            for seed in (0, 1, 1 << 32) for step in (0, 1, 1 << 16)
+            for micro in (0, 1, 9) for rank in (0, 1, 9)
             for layer in (0, 1, 9) for stream in (3, 4, 5, 6, DX_SIGNS, DW_SIGNS)}
     assert len(seen) == 3**5 * 6
 
 
 @pytest.mark.parametrize("shape", ((5, 17), (3, 24), (1, 1), (4, 128), (6, 9)))
 def test_uniform_is_addressed_by_row_and_column(shape):
-    """ Catches halves in another order, and rows that share a group: then a kernel could not draw row by row. """
+    """
+    Catches halves in another order, and rows that share a group: then a kernel could not draw row by row.
+    """
     state = address(seed=9, step=2, micro=1, rank=1)
     got = uniform(shape, state, 7, 5)
     groups = -(-shape[1] // 8)
@@ -813,7 +894,9 @@ def rounding_error(x: Tensor, state: Tensor, layer: int, stream: int) -> Tensor:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """ Of two errors with mean zero, in standard deviations: large steps weigh more, so n alone is not the bound. """
+    """
+    Of two errors with mean zero, in standard deviations: large steps weigh more, so n alone is not the bound.
+    """
     product = a.double() * b.double()
     return (product.sum() / product.square().sum().sqrt()).item()
 
@@ -831,8 +914,8 @@ def correlation(a: Tensor, b: Tensor) -> float:
 ))
 def test_rounding_errors_are_independent(a, b):
     """
-    Catches two operands, layers, steps, micro-steps or ranks that share noise. The released kernels use one seed for
-    both operands of a GEMM, so that rows of equal index are rounded with the same noise.
+    Catches two operands, layers, steps, micro-steps or ranks that share noise. The released kernels use one
+    seed for both operands of a GEMM, so that rows of equal index are rounded with the same noise.
     """
     x, w = randn(64, 256), randn(64, 256, seed=1)
     (at_a, layer_a, stream_a), (at_b, layer_b, stream_b) = a, b
@@ -858,7 +941,9 @@ def sylvester(n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("n", (1, 2, 16, 32, 128))
 def test_hadamard_is_the_dense_matrix(n):
-    """ Catches a butterfly in another order, a matrix that is not orthogonal, and signs on the wrong side. """
+    """
+    Catches a butterfly in another order, a matrix that is not orthogonal, and signs on the wrong side.
+    """
     signs = random_signs(n, address(4), 0, DX_SIGNS)
     dense = torch.from_numpy(np.diag(signs.numpy()) @ sylvester(n)).float()
     # on unit vectors, and on vectors of +1 and -1: whole numbers before the one rounded product with n^-1/2
@@ -889,7 +974,9 @@ def test_hadamard_shapes():
 
 @pytest.mark.parametrize("K", (64, 100))
 def test_rotating_both_operands_leaves_the_product_unchanged(K):
-    """ Catches different signs, or different padding, for the two operands. Whole numbers: every step is exact. """
+    """
+    Catches different signs, or different padding, for the two operands. Whole numbers: every step is exact.
+    """
     signs = random_signs(16, address(1), 0, DW_SIGNS)
     a, b = (randn(9, K) * 4).round(), (randn(11, K, seed=1) * 4).round()
     assert torch.equal(hadamard(a, signs) @ hadamard(b, signs).t(), a @ b.t())
@@ -938,7 +1025,10 @@ def test_operand_picks_a_rule():
 
 
 def test_recipe_refuses_half_a_rotation():
-    """ Catches a GEMM whose operands would be rotated differently, which is garbage and not an error of any matmul. """
+    """
+    Catches a GEMM whose operands would be rotated differently,
+    which is garbage and not an error of any matmul.
+    """
     for fields in (dict(dx_dy=STOCHASTIC, dx_w=replace(STOCHASTIC, hadamard=32)),
                    dict(dw_dy=STOCHASTIC, dw_x=replace(STOCHASTIC, hadamard=0)),
                    dict(y_x=replace(NEAREST, hadamard=16)),
@@ -950,7 +1040,9 @@ def test_recipe_refuses_half_a_rotation():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_spec_round_trip(name):
-    """ Catches a field that the JSON loses: the compiled op would run another recipe than the layer shows. """
+    """
+    Catches a field that the JSON loses: the compiled op would run another recipe than the layer shows.
+    """
     recipe = RECIPES[name]
     assert Recipe.from_spec(recipe.spec()) == recipe
     assert Recipe.from_spec(replace(recipe, align=False).spec()).align is False

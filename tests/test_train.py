@@ -1,4 +1,6 @@
-""" The loop: exact resumption, equal batches however they are cut, kills, full disks, and one line per mistake. """
+"""
+The loop: exact resumption, equal batches however they are cut, kills, full disks, and one line per mistake.
+"""
 import csv
 import json
 import os
@@ -20,13 +22,15 @@ from eval import read_checkpoint
 from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE_FILES = sorted(path.name for path in (ROOT / "configs").glob("*.py") if "\nrecipe =" in path.read_text())
+RECIPE_FILES = sorted(path.name for path in (ROOT / "configs").glob("*.py")
+                      if "\nrecipe =" in path.read_text())
 
 # a model that takes a few milliseconds a step; K = 48 and 40 are no multiples of 128, 32 or, once, 16
-TINY = ["--n_layer=1", "--d_model=48", "--n_head=2", "--d_ff=40", "--seq_len=32", "--batch_tokens=128", "--steps=20",
-        "--log_every=1", "--eval_every=0", "--eval_tokens=64", "--save_every=0", "--sample_tokens=0", "--device=cpu"]
-# both windows are open at step 10: calibration over steps 8 to 17, OsciReset from 8 to 14. A calibration that ended
-# inside the OsciReset window would void the latter
+TINY = ["--n_layer=1", "--d_model=48", "--n_head=2", "--d_ff=40", "--seq_len=32", "--batch_tokens=128",
+        "--steps=20", "--log_every=1", "--eval_every=0", "--eval_tokens=64", "--save_every=0",
+        "--sample_tokens=0", "--device=cpu"]
+# both windows are open at step 10: calibration over steps 8 to 17, OsciReset from 8 to 14.
+# A calibration that ended inside the OsciReset window would void the latter
 WINDOWS = ["--outlier_frac=0.1", "--outlier_start=0.4", "--outlier_window=0.5", "--osci_start=0.4",
            "--osci_period=0.5", "--osci_window=0.3", "--osci_tau=2"]
 
@@ -102,8 +106,9 @@ def rows(folder: Path) -> list[dict]:
 ])
 def test_ten_plus_ten_is_twenty(go, recipe, flags):
     """
-    Catches: any state that a checkpoint forgets (Adam, an open OsciReset or calibration window, the noise counter, the
-    data position), and evaluation or logging that touches training. Bit for bit, with other intervals after resuming.
+    Catches: any state that a checkpoint forgets (Adam, an open OsciReset or calibration window,
+    the noise counter, the data position), and evaluation or logging that touches training.
+    Bit for bit, with other intervals after resuming.
     """
     flags = [f"--recipe={recipe}", *flags]
     straight, _ = go("straight", *flags)
@@ -118,7 +123,9 @@ def test_ten_plus_ten_is_twenty(go, recipe, flags):
 
 
 def test_evaluation_and_logging_touch_no_training_state(go):
-    """ Catches: evaluation that draws from a shared generator, advances the counter, or leaves a flag set. """
+    """
+    Catches: evaluation that draws from a shared generator, advances the counter, or leaves a flag set.
+    """
     flags = ["--recipe=tetrajet_full", *WINDOWS, "--osci=full"]
     quiet, _ = go("quiet", *flags, "--log_every=0")
     busy, _ = go("busy", *flags, "--eval_every=1", "--save_every=1", "--sample_tokens=20")
@@ -152,12 +159,13 @@ def steps_of(shards, micro_batch: int, *flags) -> train.Trainer:
 @pytest.mark.parametrize("flags", [("--recipe=bf16",), ("--recipe=tetrajet_base", "--quantizers=1,2")])
 def test_the_split_into_micro_batches_does_not_matter(shards, flags):
     """
-    Catches: a mean of means, gradients divided twice or not at all, data that depends on the micro-batch. With
-    stochastic rounding off, 1x4 = 2x2 = 4x1 up to the order of float32 sums.
+    Catches: a mean of means, gradients divided twice or not at all, data that depends on the micro-batch.
+    With stochastic rounding off, 1x4 = 2x2 = 4x1 up to the order of float32 sums.
     """
     one, two, four = (steps_of(shards, size, *flags) for size in (4, 2, 1))
     for other in (two, four):
-        # Adam's first steps are lr * sign(g) where a gradient is near 0, so compare what the steps did to the loss
+        # Adam's first steps are lr * sign(g) where a gradient is near 0,
+        # so compare what the steps did to the loss
         np.testing.assert_allclose(one.losses, other.losses, rtol=2e-5)
 
 
@@ -175,7 +183,9 @@ def test_gradient_of_micro_batches_equals_that_of_the_batch(shards):
 
 
 def test_micro_steps_have_their_own_noise(shards):
-    """ Catches: a counter that is set once a step, so that all micro-batches of it share their rounding noise. """
+    """
+    Catches: a counter that is set once a step, so that all micro-batches of it share their rounding noise.
+    """
     seen = []
     cfg = parse(tiny(shards, "--micro_batch=2", "--recipe=tetrajet_base"))
     trainer = train.Trainer(cfg, data.open_corpus(str(shards)))
@@ -196,7 +206,9 @@ def test_data_order_is_the_seed_s(shards):
 
 
 def test_learning_rate():
-    """ Catches: off-by-one warm-up (a first step of rate 0), a decay that misses its floor or goes below it. """
+    """
+    Catches: off-by-one warm-up (a first step of rate 0), a decay that misses its floor or goes below it.
+    """
     cfg = parse(["--steps=100", "--warmup=0.1", "--lr=1", "--lr_final=0.1", "--decay_end=0.9"])
     rate = [train.learning_rate(cfg, step) for step in range(100)]
     assert rate[0] == pytest.approx(0.1) and rate[9] == rate[10] == 1
@@ -237,7 +249,9 @@ def test_bf16_has_one_loss_and_fp4_has_two(go):
 
 
 def test_the_switch_to_outlier_channels_is_no_jump(shards):
-    """ Catches: channels dropped or doubled at the switch: the loss of one batch before and after, same weights. """
+    """
+    Catches: channels dropped or doubled at the switch: the loss of one batch before and after, same weights.
+    """
     cfg = parse(tiny(shards, "--recipe=tetrajet_full", *WINDOWS))
     trainer = train.Trainer(cfg, data.open_corpus(str(shards)))
     for _ in range(17):
@@ -268,7 +282,8 @@ def test_kill_at_any_moment(shards, tmp_path):
     assert subprocess.run(command(shards, tmp_path / "straight", *flags), capture_output=True).returncode == 0
     killed = 0
     for delay in (0.02, 0.11, 0.2):
-        with subprocess.Popen(command(shards, tmp_path / "killed", *flags), stdout=subprocess.PIPE, text=True) as run:
+        with subprocess.Popen(command(shards, tmp_path / "killed", *flags),
+                              stdout=subprocess.PIPE, text=True) as run:
             for line in run.stdout:
                 if re.match(r"step \d+/", line):
                     break
@@ -322,17 +337,21 @@ def test_a_checkpoint_with_code_in_it_is_refused(go, capsys):
 
 
 def test_a_full_disk_is_reported_and_keeps_the_previous_checkpoint(shards, tmp_path):
-    """ Catches: a failed save that kills the run, deletes the good checkpoint, or goes unnoticed at the end. """
+    """
+    Catches: a failed save that kills the run, deletes the good checkpoint, or goes unnoticed at the end.
+    """
     resource = pytest.importorskip("resource")
     flags = ["--recipe=bf16", "--steps=12", "--save_every=4"]
-    assert subprocess.run(command(shards, tmp_path, *flags, "--stop_at=4"), capture_output=True).returncode == 0
+    assert subprocess.run(command(shards, tmp_path, *flags, "--stop_at=4"),
+                          capture_output=True).returncode == 0
     size = next((tmp_path / "r").glob("ckpt_*.pt")).stat().st_size
 
     def small_disk():
         # the closest a test gets to a full disk: no file may pass this size, writes beyond it fail
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-    full = subprocess.run(command(shards, tmp_path, *flags), capture_output=True, text=True, preexec_fn=small_disk)
+    full = subprocess.run(command(shards, tmp_path, *flags), capture_output=True, text=True,
+                          preexec_fn=small_disk)
     assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
     assert full.stdout.count("cannot save") == 2 and "ckpt_000000004.pt is kept" in full.stdout
     assert [path.name for path in (tmp_path / "r").glob("ckpt_*")] == ["ckpt_000000004.pt"]
@@ -357,7 +376,8 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(go, capsys):
     finally:
         train.Trainer.train_step = good
     err = capsys.readouterr().err
-    assert error.value.code == 1 and "not finite" in err and "ckpt_000000010.pt" in err and err.count("\n") == 1
+    assert (error.value.code == 1 and "not finite" in err and "ckpt_000000010.pt" in err
+            and err.count("\n") == 1)
 
 
 # -----------------------------------------------------------------------------
@@ -386,7 +406,8 @@ def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
 def test_a_finished_or_different_run_is_not_overwritten(go, capsys):
     folder, _ = go("r", "--recipe=bf16", "--steps=3")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for flags, says in ((["--steps=3"], "finished"), (["--steps=4"], "steps=3"), (["--steps=3", "--lr=0.5"], "lr=")):
+    for flags, says in ((["--steps=3"], "finished"), (["--steps=4"], "steps=3"),
+                        (["--steps=3", "--lr=0.5"], "lr=")):
         with pytest.raises(SystemExit) as error:
             go("r", "--recipe=bf16", *flags)
         assert error.value.code == 2 and says in capsys.readouterr().err
@@ -412,7 +433,8 @@ def test_overwrite_leaves_what_is_not_the_run_s(go, tmp_path):
     (folder / "notes.md").write_text("what I saw")
     go("r", "--recipe=bf16", "--steps=2", "--overwrite")
     assert (folder / "notes.md").exists() and [p.name for p in folder.glob("ckpt_*")] == ["ckpt_000000002.pt"]
-    assert len(rows(folder)) == 3 and "step 2" not in (folder / "log.txt").read_text().split("val_loss")[0][:200]
+    assert (len(rows(folder)) == 3
+            and "step 2" not in (folder / "log.txt").read_text().split("val_loss")[0][:200])
 
 
 def test_two_processes_cannot_share_a_folder(go, tmp_path, capsys):
@@ -438,7 +460,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(go, tmp_path, capsys):
 
 
 def test_a_run_without_a_vocabulary_ends_well(go, monkeypatch):
-    """ Catches: an hour of training whose last lines are lost because there is no network to fetch GPT-2's words. """
+    """
+    Catches: an hour of training whose last lines are lost because there is no network to fetch GPT-2's words.
+    """
     def offline(name):
         raise data.DataError("no network")
     monkeypatch.setattr(data, "load_encoding", offline)
@@ -447,7 +471,9 @@ def test_a_run_without_a_vocabulary_ends_well(go, monkeypatch):
 
 
 def test_out_of_memory_names_a_micro_batch_that_works():
-    """ Catches: advice that config.py then refuses. The GPU's own error is too far from a CPU to raise here. """
+    """
+    Catches: advice that config.py then refuses. The GPU's own error is too far from a CPU to raise here.
+    """
     cfg = parse(["--batch_tokens=1536", "--seq_len=128", "--micro_batch=6"])
     assert train.out_of_memory(cfg).endswith("--micro_batch=4")
     parse(["--batch_tokens=1536", "--seq_len=128", "--micro_batch=4"])
@@ -455,7 +481,9 @@ def test_out_of_memory_names_a_micro_batch_that_works():
 
 
 def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
-    """ Catches: a data folder that changed between two halves of a run, so that data positions mean other tokens. """
+    """
+    Catches: a data folder that changed between two halves of a run, so that data positions mean other tokens.
+    """
     folder, _ = go("r", "--recipe=bf16", "--stop_at=5")
     path = sorted(folder.glob("ckpt_*.pt"))[-1]
     state = read_checkpoint(path)
@@ -470,13 +498,13 @@ def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys)
 # what a run leaves behind
 
 def test_what_a_run_leaves_behind(go):
-    folder, printed = go("r", "--recipe=tetrajet_full", *WINDOWS, "--osci=full", "--eval_every=10", "--save_every=5",
-                         "--sample_tokens=10")
+    folder, printed = go("r", "--recipe=tetrajet_full", *WINDOWS, "--osci=full",
+                         "--eval_every=10", "--save_every=5", "--sample_tokens=10")
     assert sorted(path.name for path in folder.iterdir()) == [
         "ckpt_000000015.pt", "ckpt_000000020.pt", "config.json", "log.txt", "metrics.csv"]
     block = dict(line.split(": ", 1) for line in printed.splitlines()[-8:])
-    assert list(block) == ["val_loss_fp4", "val_loss_bf16", "tokens", "seconds", "tokens_per_s", "peak_gb", "backend",
-                           "commit"]
+    assert list(block) == ["val_loss_fp4", "val_loss_bf16", "tokens", "seconds", "tokens_per_s", "peak_gb",
+                           "backend", "commit"]
     assert block["tokens"] == str(20 * 128)
     table = rows(folder)
     assert [int(row["step"]) for row in table] == list(range(21)) and list(table[0]) == list(train.COLUMNS)
