@@ -24,11 +24,13 @@ documents, mixtures of corpora, training a tokenizer.
 """
 import argparse
 import codecs
+import errno
 import hashlib
 import http.client
 import json
 import os
 import re
+import reprlib
 import shlex
 import shutil
 import ssl
@@ -37,6 +39,7 @@ import sysconfig
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -133,6 +136,9 @@ def open_shard(path: Path) -> np.ndarray:
             raise DataError(f"{fault}, {size:,} bytes where its header says {wanted:,}")
         return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
     except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            raise DataError(f"{path}: {e.strerror}, as each shard is one; raise the limit, ulimit -n 65536, "
+                            "or make fewer shards, with a larger --shard_tokens") from None
         raise DataError(f"{path}: {e.strerror}; allow reading it, or make it: {_remedy(path)}") from None
     except DataError as e:
         raise DataError(f"{path}: {e}; make it again: {_remedy(path)}") from None
@@ -227,6 +233,9 @@ class Stream:
         Entropy of how often each token occurs among the first `limit`, in nats.
 
         It is the loss of a model that has learnt these frequencies and nothing else: the first mark to pass.
+        Called before training, it is also a quick check that these tokens are in the vocabulary.
+
+        errors  DataError if an id among them is not in the vocabulary
         """
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         n_tokens, step = min(limit, self.n_tokens), 1 << 20
@@ -281,20 +290,35 @@ class Corpus:
 
 def open_corpus(path: str) -> Corpus:
     """ The corpus in a folder of shards, or with "" the embedded one. DataError if it cannot be used. """
-    return _open_folder(Path(path).expanduser()) if path else _open_python()
+    if not path:
+        return _open_python()
+    try:
+        return _open_folder(_expand(path))
+    except OSError as e:
+        raise DataError(f"{path}: {e.strerror}; allow reading it, or name another folder") from None
+
+
+def _expand(path: str) -> Path:
+    """ The path with a leading ~ or ~user in full. """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DataError(f"{path}: that home folder is not known; write the path in full") from None
 
 
 def _open_folder(folder: Path) -> Corpus:
-    fetch = f"{FETCH} --out={shlex.quote(str(folder))}"
+    out = shlex.quote(str(folder))
+    make = (f"fetch FineWeb into it: {FETCH} --out={out}, or tokenize your own text: "
+            f"python data.py text FILES --out={out}")
     if folder.is_file():
         raise DataError(f"{folder}: a file, not a folder of shards; if it is text, tokenize it: "
-                        f"python data.py text {shlex.quote(str(folder))} --out=data/mine")
+                        f"python data.py text {out} --out=data/mine")
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; fetch FineWeb into it: {fetch}")
+        raise DataError(f"{folder}: no such folder; {make}")
     files = _shard_files(folder)
     present = files["train"] + files["val"]
     if not present:
-        raise DataError(f"{folder}: no shards (*_train_*.bin, *_val_*.bin); fetch FineWeb into it: {fetch}")
+        raise DataError(f"{folder}: no shards (*_train_*.bin, *_val_*.bin); {make}")
     for split, paths in files.items():
         if not paths:
             raise DataError(f"{folder}: no {split} shard (*_{split}_*.bin); make one: {_remedy(present[0])}")
@@ -313,17 +337,25 @@ def _shard_files(folder: Path) -> dict[str, list[Path]]:
     return files
 
 
+META_LIMIT = 1 << 16        # bytes; a longer meta.json is something else
+
+
 def _read_meta(folder: Path) -> str:
     """ The name of the encoding of a folder's shards: what meta.json says, gpt2 where there is none. """
     path = folder / "meta.json"
     try:
-        name = json.loads(path.read_text(encoding="utf-8"))["encoding"]
+        with open(path, "rb") as f:
+            text = f.read(META_LIMIT + 1)
+        if len(text) > META_LIMIT:
+            raise ValueError
+        name = json.loads(text.decode())["encoding"]
     except FileNotFoundError:
         return "gpt2"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f'{path}: unreadable; write it like {{"encoding": "gpt2"}}') from None
     if name not in [*VOCAB_SIZE]:
-        raise DataError(f"{path}: unknown encoding {name!r}; write one of {', '.join(VOCAB_SIZE)}")
+        known = ", ".join(VOCAB_SIZE)
+        raise DataError(f"{path}: unknown encoding {reprlib.repr(name)}; write one of {known}")
     return name
 
 
@@ -416,9 +448,10 @@ def fetch_fineweb(out: Path, shards: int, base_url: str) -> None:
     """ Fetch the held-out shard and the first training shards, except those that are here and whole. """
     if not 1 <= shards <= FINEWEB_SHARDS:
         raise DataError(f"--shards={shards}: FineWeb-10B has 1 to {FINEWEB_SHARDS}")
-    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", base_url):
-        raise DataError(f"--url={base_url}: not an http or https address; leave it out for {FINEWEB_URL}")
-    out.mkdir(parents=True, exist_ok=True)
+    if not _is_web(base_url):
+        raise DataError(f"--url={base_url}: not an http or https address, which is ASCII without blanks; "
+                        f"leave it out for {FINEWEB_URL}")
+    _make_folder(out)
     if (encoding_name := _read_meta(out)) != "gpt2":
         raise DataError(f"{out}: made for {encoding_name} ids, and FineWeb's are gpt2; give another --out")
     for name in ["fineweb_val_000000.bin"] + [f"fineweb_train_{i + 1:06d}.bin" for i in range(shards)]:
@@ -431,7 +464,25 @@ def fetch_fineweb(out: Path, shards: int, base_url: str) -> None:
                 print(f"{str(e).partition(';')[0]}; fetching it again")
             _download(f"{base_url.rstrip('/')}/{name}", path)
             print(f"{path}: fetched")
-    print(open_corpus(str(out)).describe())
+    print(_open_folder(out).describe())
+
+
+def _is_web(url: str) -> bool:
+    """ Whether urllib can make an http or https request of it. """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, _ = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:      # a [ without its ], a port that is no number, a host like "." or "a..b"
+        return False
+    return bool(host and parts.scheme in ("http", "https") and re.fullmatch("[!-~]+", url))
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (out, *out.parents) if os.path.lexists(path))
+        raise DataError(f"{file}: a file is in the way of the folder {out}; give another --out") from None
 
 
 def _download(url: str, path: Path) -> None:
@@ -481,8 +532,10 @@ def _transfer(url: str, part: Path) -> None:
         elif e.code not in (408, 429) and e.code < 500:
             raise DataError(f"{url}: {answer}; check --shards and --url") from None
         raise ConnectionError(answer) from None
+    except ValueError as e:         # of a redirect, as our own address has been looked at
+        raise DataError(f"{url}: leads to what is no address ({e}); give another --url") from None
     with response:
-        if response.url.partition(":")[0] not in ("https", url.partition(":")[0]):
+        if urllib.parse.urlsplit(response.url).scheme not in ("https", urllib.parse.urlsplit(url).scheme):
             raise DataError(f"{url}: leads to {response.url}, which is less safe; give another --url")
         # a server is free to ignore Range and send everything from the start
         resumed = have and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
@@ -547,31 +600,54 @@ def tokenize(files: list[Path], out: Path, encoding_name: str, val: float, shard
     for path in files:
         if not path.is_file():
             raise DataError(f"{path}: no such file; name the text and .jsonl files to tokenize")
-    if not 0 < val <= 0.5 or shard_tokens < 1:
-        raise DataError(f"--val={val} --shard_tokens={shard_tokens}: give 0 < val <= 0.5, shard_tokens >= 1")
-    old = sum(_shard_files(out).values(), [])
+    if not (0 < val <= 0.5 and 1 <= shard_tokens < 1 << 31):        # the header's count is an int32
+        raise DataError(f"--val={val} --shard_tokens={shard_tokens}: give 0 < val <= 0.5, "
+                        "1 <= shard_tokens < 2^31")
+    shards, meta = _shard_files(out), out / "meta.json"
+    old = shards["val"] + shards["train"]
+    for path in [*old, meta]:
+        if path.is_dir():
+            raise DataError(f"{path}: a folder is in the way of a file; move it, or give another --out")
     if old and not overwrite:
         raise DataError(f"{out}: holds {len(old)} shards already; give another --out, or --overwrite")
     encoding = load_encoding(encoding_name)
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
 
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     with tempfile.TemporaryDirectory(dir=out, prefix="making-") as made:
         made = Path(made)
         _write_ids(files, encoding, dtype, val, made)
         for first, split in enumerate(("val", "train")):        # numbered from 0 and from 1, as FineWeb's are
             n_tokens = (made / split).stat().st_size // dtype.itemsize
             for number, start in enumerate(range(0, n_tokens, shard_tokens), first):
-                ids = np.fromfile(made / split, dtype, count=shard_tokens, offset=start * dtype.itemsize)
+                count = min(shard_tokens, n_tokens - start)
+                ids = np.fromfile(made / split, dtype, count, offset=start * dtype.itemsize)
                 write_shard(made / f"text_{split}_{number:06d}.bin", ids)
         (made / "meta.json").write_text(json.dumps({"encoding": encoding_name}) + "\n", encoding="utf-8")
-        # in the order meta, train, val: stopped half-way, this leaves a folder that open_corpus refuses
-        for path in old:
-            path.unlink()
-        for path in sorted(made.glob("*.*")):
-            os.replace(path, out / path.name)
+        _exchange(old + [meta] * os.path.lexists(meta), sorted(made.glob("*.*")), out)
     _progress("")
-    print(open_corpus(str(out)).describe())
+    print(_open_folder(out).describe())
+
+
+def _exchange(old: list[Path], new: list[Path], out: Path) -> None:
+    """
+    Move the new files into out in place of the old ones. If that fails, out is as it was.
+
+    old is in the order val, train, meta, and new in the reverse one. Killed outright, this leaves a folder
+    without held-out shards, which open_corpus refuses, and the old files in a folder replaced-* in it.
+    """
+    aside = Path(tempfile.mkdtemp(dir=out, prefix="replaced-"))
+    moves = [(path, aside / path.name) for path in old] + [(path, out / path.name) for path in new]
+    try:
+        for source, target in moves:
+            os.replace(source, target)
+    except BaseException:
+        for source, target in reversed(moves):
+            if not os.path.lexists(source):
+                os.replace(target, source)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside)
 
 
 def _write_ids(files: list[Path], encoding, dtype: np.dtype, val: float, folder: Path) -> None:
@@ -647,33 +723,48 @@ def _decoded(path: Path, read):
 # -----------------------------------------------------------------------------
 # command line
 
+class Parser(argparse.ArgumentParser):
+    """ An ArgumentParser whose complaint is one line, as every other is here. """
+
+    def error(self, message: str):
+        _complain(f"{message}; see {self.prog} --help")
+        self.exit(2)
+
+
+def _complain(text: str) -> None:
+    """ One line, whatever a server or an argument put into it. """
+    print("error:", "".join(filter(str.isprintable, text)), file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
     """ Returns the exit code: 0, 2 for a fault that the last line explains, 130 if stopped by Ctrl-C. """
     # allow_abbrev=False: a mistyped --shard is an error, not --shards
-    parser = argparse.ArgumentParser(description="Fetch or make token shards.", allow_abbrev=False)
+    parser = Parser(description="Fetch or make token shards.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     fetch = commands.add_parser("fineweb10B", allow_abbrev=False, help="fetch shards of FineWeb-10B")
     fetch.add_argument("--shards", type=int, required=True, help="training shards, 100M tokens each")
-    fetch.add_argument("--out", type=Path, default=Path("data/fineweb10B"))
+    fetch.add_argument("--out", default="data/fineweb10B")
     fetch.add_argument("--url", default=FINEWEB_URL, help="a mirror's folder")
     text = commands.add_parser("text", allow_abbrev=False, help="tokenize text and .jsonl files")
     text.add_argument("files", type=Path, nargs="+")
-    text.add_argument("--out", type=Path, required=True)
+    text.add_argument("--out", required=True)
     text.add_argument("--encoding", default="gpt2", choices=VOCAB_SIZE)
     text.add_argument("--val", type=float, default=0.01, help="fraction to hold out")
     text.add_argument("--shard_tokens", type=int, default=100_000_000)
     text.add_argument("--overwrite", action="store_true", help="replace the shards in the folder")
     args = parser.parse_args(argv)
     try:
+        if not args.out:            # the current folder, to Path
+            raise DataError("--out= is empty; name a folder, e.g. --out=data/mine, or --out=. for this one")
+        out = _expand(args.out)
         if args.command == "text":
-            tokenize(args.files, args.out, args.encoding, args.val, args.shard_tokens, args.overwrite)
+            tokenize(args.files, out, args.encoding, args.val, args.shard_tokens, args.overwrite)
         else:
-            fetch_fineweb(args.out, args.shards, args.url)
+            fetch_fineweb(out, args.shards, args.url)
         return 0
     except (DataError, OSError) as e:
         _progress("")
-        # one line whatever a server put into it
-        print("error:", "".join(filter(str.isprintable, str(e))), file=sys.stderr)
+        _complain(str(e))
         return 2
     except KeyboardInterrupt:
         print("\nstopped; run the same command again, and a download goes on where it was", file=sys.stderr)

@@ -4,6 +4,8 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -50,6 +52,26 @@ def refusal(call, *args):
         call(*args)
     assert "\n" not in str(e.value) and len(str(e.value)) > 20
     return str(e.value)
+
+
+def exit_code(argv):
+    """ What main ends with; a Ctrl-C that gets out of it fails the test, where it would end pytest. """
+    try:
+        return data.main(argv)
+    except SystemExit as e:
+        return e.code
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+
+
+def complaint(capsys, *argv):
+    """ The one line that a faulty command has to end with, and with exit code 2. """
+    capsys.readouterr()
+    assert exit_code([*map(str, argv)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.strip("\n").isprintable()
+    assert len(err) < 1000
+    return err
 
 
 # -----------------------------------------------------------------------------
@@ -114,6 +136,7 @@ def test_folders_that_cannot_be_opened(tmp_path, folder):
     empty.mkdir()
     text = refusal(open_corpus, str(empty))
     assert "no shards" in text and "data.py fineweb10B" in text
+    assert text.endswith(f"python data.py text FILES --out='{empty}'")
     (empty / "a.txt").write_text("text")
     assert "data.py text" in refusal(open_corpus, str(empty / "a.txt"))
     (folder / "fineweb_val_000000.bin").unlink()
@@ -122,6 +145,39 @@ def test_folders_that_cannot_be_opened(tmp_path, folder):
     for path in folder.glob("*_train_*"):
         path.rename(folder / path.name.replace("train", "val"))
     assert "no train shard" in refusal(open_corpus, str(folder))
+
+
+@pytest.mark.parametrize("path, words", [("~nosuch/x", "home folder"), ("x" * 300, "File name too long")])
+def test_paths_that_cannot_be(path, words, capsys):
+    """ Catches pathlib's own RuntimeError and OSError, with a traceback, for a mistyped --data or --out. """
+    assert words in refusal(open_corpus, path)
+    assert words in complaint(capsys, "fineweb10B", "--shards=1", f"--out={path}", "--url=http://127.0.0.1:9")
+
+
+def test_home_is_where_a_run_looks_for_it(tmp_path, monkeypatch):
+    """ Catches --out=~/x, which bash leaves as it is, written to a folder named ~ that no run reads. """
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text" * 100)
+    assert data.main(["text", "a.txt", "--out=~/x", "--encoding=bytes"]) == 0
+    assert (tmp_path / "x").is_dir() and open_corpus("~/x").train.n_tokens > 300
+
+
+def test_more_shards_than_files_may_be_open(folder):
+    """ Catches advice to allow reading a file, or to make it again, where the limit of open files is met. """
+    for number in range(3, 60):
+        shutil.copy(folder / "fineweb_train_000001.bin", folder / f"fineweb_train_{number:06d}.bin")
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 20, limits[1]))
+    try:
+        text = refusal(open_corpus, str(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert text.startswith(str(folder / "fineweb_train_0000")) and "Too many open files" in text
+    assert "ulimit -n" in text and "--shard_tokens" in text and "allow reading" not in text
 
 
 def test_a_file_is_in_one_set_only(tmp_path):
@@ -134,11 +190,16 @@ def test_a_file_is_in_one_set_only(tmp_path):
 
 
 @pytest.mark.parametrize("meta", [b"", b"{", b"[]", b"{}", b'"gpt2"', b'{"encoding": "gpt5"}',
-                                  b'{"encoding": ["gpt2"]}', b"\xff\xfe"])
+                                  b'{"encoding": ["gpt2"]}', b"\xff\xfe", b"[" * 60_000, b"[" * 200_000,
+                                  b'{"encoding": "%s"}' % (b"x" * 60_000),
+                                  b'{"encoding": "gpt2"}' + b" " * 70_000],
+                         ids=range(12))
 def test_a_bad_meta_is_not_taken_for_gpt2(folder, meta):
-    """ Catches a fall-back to GPT-2's ids where meta.json is damaged or names an unknown encoding. """
+    """ Catches a fall-back to GPT-2's ids where meta.json is damaged or names an unknown encoding, a parser
+    that recurses too deep, and a message or a file of any length. """
     (folder / "meta.json").write_bytes(meta)
-    assert refusal(open_corpus, str(folder)).startswith(str(folder / "meta.json"))
+    text = refusal(open_corpus, str(folder))
+    assert text.startswith(str(folder / "meta.json")) and len(text) < 500
 
 
 def test_meta_names_the_encoding(folder):
@@ -158,7 +219,8 @@ def test_ids_beyond_the_vocabulary_are_located(folder):
     assert train.sequences(0, 4, 64, 0, 0).shape == (4, 65)        # the bad id is beyond these
     text = refusal(train.sequences, 5, 1, 64, 0, 0)
     assert text.startswith(f"{path}: id 50257 at position 77 ") and "meta.json" in text
-    assert "position 77 " in refusal(train.unigram_entropy)
+    assert "position 77 " in refusal(train.unigram_entropy)     # the check before a run
+    train.unigram_entropy(limit=377)
     ids[77] = 50_256
     write_shard(path, ids)
     train.sequences(5, 1, 64, 0, 0)
@@ -432,6 +494,11 @@ def serve(monkeypatch):
     monkeypatch.setattr(data, "BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(data, "STALL_SECONDS", 0.3)
     monkeypatch.setenv("no_proxy", "*")
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=5).close()
+    except OSError as e:
+        pytest.skip(f"needs 127.0.0.1: {e}")
     servers = []
 
     def start(*acts):
@@ -615,17 +682,28 @@ def test_what_lies_beyond_is_not_read(serve, tmp_path):
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a/b", "data:,x", "//a/b", "a", "", "http://",
-                                 "http:///x", "https://a b"])
+                                 "http:///x", "https://a b", "http://[::1", "http://localhost/é",
+                                 "http://./x", "http://a..b", f"http://{'a' * 70}/", "http://a:x",
+                                 "http://a:99999", "http://a/\x7f"])
 def test_only_the_web_is_asked(tmp_path, capsys, url):
-    """ Catches urllib's other schemes: a file of this machine would be taken for a download. """
-    assert data.main(["fineweb10B", "--shards=1", f"--url={url}", f"--out={tmp_path / 'new'}"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --url={url}: not an http or https address")
+    """ Catches urllib's other schemes: a file of this machine would be taken for a download. And tracebacks
+    of what it says of addresses that cannot be. """
+    text = complaint(capsys, "fineweb10B", "--shards=1", f"--url={url}", f"--out={tmp_path / 'new'}")
+    assert text.startswith("error: --url=" + url.strip("\x7f") + ": not an http or https address")
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/x", "file:///etc/passwd", "/"])
+@pytest.mark.parametrize("url", ["HTTP://127.0.0.1", "Https://a.example.:443/b", "http://[::1]:80/b?c=%20d"])
+def test_addresses_of_any_spelling(url):
+    """ Catches a scheme that only counts in small letters, and a check that refuses what urllib can ask. """
+    assert data._is_web(url)
+
+
+@pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/x", "file:///etc/passwd", "/", "http://[::1",
+                                    "http://./x"])
 def test_bad_redirects(serve, tmp_path, target):
-    """ Catches a redirect off the web that is followed, and urllib's four lines about one in a circle. """
+    """ Catches a redirect off the web that is followed, urllib's four lines about one in a circle, and its
+    ValueError about one that is no address. """
     script = serve(lambda h: status(h, 302, Location=target))
     assert script.url in refusal(data._download, script.url, tmp_path / "a.bin")
     assert list(tmp_path.iterdir()) == []
@@ -636,7 +714,7 @@ def test_redirects_on_the_web(serve, tmp_path):
     final, path = serve(whole), tmp_path / "a.bin"
     script = serve(lambda h: status(h, 302, Location=f"{final.url}/b"))
     part_of(path).write_bytes(SHARD[:30_000])
-    data._download(f"{script.url}/a", path)
+    data._download(f"{script.url.upper()}/a", path)             # HTTP leads to http: no less safe
     assert_fetched(path)
     assert final.seen == [("/b", "bytes=30000-")]
 
@@ -696,12 +774,13 @@ def test_fineweb_is_not_mixed_with_another_encoding(tmp_path, capsys):
 def test_ctrl_c_leaves_a_part_to_go_on_from(serve, tmp_path, capsys, monkeypatch):
     """ Catches a traceback, and a clean-up that throws away what was fetched. """
     def stop(text):
-        raise KeyboardInterrupt
+        if text:            # not to clear the line, after another fault
+            raise KeyboardInterrupt
     script = serve(lambda h: whole(h, cut=30_000, pause=0.2), whole)
     command = ["fineweb10B", "--shards=1", f"--out={tmp_path}", f"--url={script.url}"]
     with monkeypatch.context() as m:
         m.setattr(data, "_progress", stop)
-        assert data.main(command) == 130
+        assert exit_code(command) == 130
     err = capsys.readouterr().err.strip()
     assert "same command" in err and "\n" not in err
     size = part_of(tmp_path / "fineweb_val_000000.bin").stat().st_size
@@ -836,16 +915,13 @@ def test_bad_arguments(tmp_path, capsys):
     good.write_text("text" * 100)
     assert text_command(tmp_path, good, tmp_path / "b.txt") == 2
     assert str(tmp_path / "b.txt") in capsys.readouterr().err and not (tmp_path / "out").exists()
-    for flag in ("--val=0", "--val=0.6", "--val=nan", "--shard_tokens=0"):
-        assert text_command(tmp_path, good, flag) == 2
-    for flags in (["--vall=0.1"], ["--shard_token=5"], ["--val=x"], ["--encoding=gpt5"]):
-        with pytest.raises(SystemExit) as e:
-            text_command(tmp_path, good, *flags)
-        assert e.value.code == 2
+    out = f"--out={tmp_path / 'out'}"
+    for flag in ("--val=0", "--val=0.6", "--val=nan", "--shard_tokens=0", "--shard_tokens=2_147_483_648",
+                 "--shard_tokens=99999999999999999999999", "--vall=0.1", "--shard_token=5", "--val=x",
+                 "--encoding=gpt5", "--a\nb"):
+        assert flag.partition("=")[0].replace("\n", "") in complaint(capsys, "text", good, out, flag)
     for argv in ([], ["fineweb"], ["fineweb10B"], ["fineweb10B", "--shard=1"], ["text", "--out=x"]):
-        with pytest.raises(SystemExit) as e:
-            data.main(argv)
-        assert e.value.code == 2
+        assert "--help" in complaint(capsys, *argv)
     assert not (tmp_path / "out").exists()
 
     text_command(tmp_path, good, "--shard_tokens=100")
@@ -857,6 +933,63 @@ def test_bad_arguments(tmp_path, capsys):
     assert len(corpus.train.shards) == 1 and len(list((tmp_path / "out").iterdir())) == 3
 
 
+def test_a_folder_that_cannot_be(tmp_path, capsys, monkeypatch):
+    """ Catches "File exists" for what is in the way, and an empty --out that fills the current folder. """
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text" * 100)
+    fetch = ["fineweb10B", "--shards=1", "--url=http://127.0.0.1:9"]
+    for command in (["text", "a.txt", "--encoding=bytes"], fetch):
+        for out in ("a.txt", "a.txt/b/c"):
+            assert "error: a.txt: a file is in the way" in complaint(capsys, *command, f"--out={out}")
+        assert "--out= is empty" in complaint(capsys, *command, "--out=")
+    assert os.listdir() == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["meta.json", "text_val_000000.bin", "other_train_1.bin"])
+def test_a_folder_in_the_way_of_a_file(tmp_path, capsys, name):
+    """ Catches shards deleted before the new ones turn out to have no place, and a deleted folder. """
+    (tmp_path / "a.txt").write_text("text" * 100)
+    text_command(tmp_path, tmp_path / "a.txt", "--shard_tokens=100")
+    way = tmp_path / "out" / name
+    way.unlink(missing_ok=True)
+    way.mkdir()
+    before = sorted((tmp_path / "out").rglob("*"))
+    text = complaint(capsys, "text", tmp_path / "a.txt", f"--out={tmp_path / 'out'}", "--encoding=bytes",
+                     "--overwrite")
+    assert f"error: {way}: a folder is in the way" in text
+    assert sorted((tmp_path / "out").rglob("*")) == before
+
+
+@pytest.mark.parametrize("fault, code", [(OSError(13, "Permission denied"), 2), (KeyboardInterrupt(), 130)])
+def test_shards_are_exchanged_all_or_none(tmp_path, capsys, monkeypatch, fault, code):
+    """ Catches old shards that are gone, or mixed with new ones, when putting these into place fails. """
+    (tmp_path / "a.txt").write_text("old" * 100)
+    text_command(tmp_path, tmp_path / "a.txt", "--shard_tokens=100")
+    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    (tmp_path / "a.txt").write_text("new" * 50)
+    command = ["text", str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--overwrite",
+               "--encoding=bytes"]
+    replace, moves = os.replace, 0
+
+    def fail(source, target):
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise fault
+        replace(source, target)
+    monkeypatch.setattr(os, "replace", fail)
+    while True:
+        left = moves
+        if (result := exit_code(command)) == 0:
+            break
+        assert result == code and capsys.readouterr().err.strip("\n").count("\n") == 0
+        assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+        moves += 1
+    assert moves == len(before) + 3             # these away; meta.json, train and val in
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "meta.json", "text_train_000001.bin", "text_val_000000.bin"]
+
+
 def test_a_failure_leaves_the_folder_as_it_was(tmp_path, capsys, monkeypatch):
     """ Catches temporary files left behind, and old shards deleted before the new ones are there. """
     (tmp_path / "a.txt").write_text("old" * 100)
@@ -866,7 +999,7 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path, capsys, monkeypatch):
         def fail(*args):
             raise fault
         monkeypatch.setattr(data, "write_shard", fail)
-        assert data.main(["text", str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--overwrite",
+        assert exit_code(["text", str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--overwrite",
                           "--encoding=bytes"]) == code
         assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
