@@ -8,8 +8,15 @@ measure its loss, let it write.
 
 train.py uses the same functions, so that a loss printed in training and one printed here are the same number.
 """
+import os
+
+# as in train.py: threads that wait for each other should sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import argparse
 import difflib
+import math
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -60,16 +67,16 @@ def recipe_of(cfg: Config) -> Recipe:
     return recipe
 
 
-def build(
-    cfg: Config, corpus_vocab: int, device: torch.device,
-) -> tuple[GPT, dict[str, QuantLinear], Counter]:
+def build(cfg: Config, corpus_vocab: int, device: torch.device,
+          recipe: Recipe | None = None) -> tuple[GPT, dict[str, QuantLinear], Counter]:
     """
-    The model of a config on its device, its quantized linears by name, and the counter of their noise.
+    The model of a config on its device, its quantized linears by name, and the counter of their noise. recipe
+    is the one that cfg names, unless a checkpoint remembers another.
     """
     vocab = cfg.vocab_size or -(-corpus_vocab // 128) * 128
     if vocab < corpus_vocab:
         raise ConfigError(f"vocab_size = {vocab}, but the data has {corpus_vocab} ids; type --vocab_size=0")
-    recipe, layers = recipe_of(cfg), {}
+    recipe, layers = recipe or recipe_of(cfg), {}
     counter = Counter(cfg.seed)
 
     def make_linear(in_features: int, out_features: int, name: str) -> nn.Module:
@@ -91,9 +98,19 @@ class CheckpointError(ValueError):
     """ A checkpoint that cannot be used. The text is one line and says what to do. """
 
 
+# what a checkpoint holds, and of which types
+CONTENTS = {
+    "format": int, "commit": str, "config": dict, "recipe": str, "vocab_size": int, "train_tokens": int,
+    "step": int, "seconds": float, "model": dict, "optimizer": dict, "outliers": dict, "osci": (dict, type(None)),
+}
+# what goes wrong where a file has the right types and the wrong contents
+MISFIT = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """ The checkpoints of a run, newest first. """
-    return sorted(folder.glob("ckpt_*.pt"), reverse=True)
+    """ The checkpoints of a run, newest first. A copy under another name, or a link, is the user's own. """
+    ours = [path for path in folder.glob("ckpt_*.pt") if re.fullmatch(r"ckpt_\d{9}\.pt", path.name)]
+    return sorted((path for path in ours if path.is_file() and not path.is_symlink()), reverse=True)
 
 
 def read_checkpoint(path: Path) -> dict:
@@ -106,8 +123,16 @@ def read_checkpoint(path: Path) -> dict:
     # torch has a dozen ways to say so
     except Exception as error:
         raise CheckpointError(f"{path} is torn or no checkpoint ({type(error).__name__})") from None
-    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
+    version = state.get("format") if isinstance(state, dict) else None
+    if type(version) is not int or version != CHECKPOINT_FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of this program (format {CHECKPOINT_FORMAT})")
+    wrong = [name for name, kind in CONTENTS.items() if name not in state or
+             not isinstance(state[name], kind) or isinstance(state[name], bool)]
+    if not wrong:
+        wrong = [name for name in ("step", "seconds") if not 0 <= state[name] < math.inf]
+        wrong += [name for name, t in state["model"].items() if not isinstance(t, torch.Tensor)]
+    if wrong:
+        raise CheckpointError(f"{path} is no checkpoint of this program: it has no good {wrong[0]}")
     return state
 
 
@@ -127,21 +152,33 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
     """ A run's folder -> (model, config, corpus, step), ready for evaluation. CheckpointError, DataError. """
     found = newest_checkpoint(folder, say=lambda line: print(line, file=sys.stderr))
     if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint; give the folder of a run, such as out/NAME")
+        raise CheckpointError(f"{folder} holds no checkpoint that can be read; give the folder of a run, "
+                              "such as out/NAME")
     path, state = found
     try:
-        cfg = Config.from_dict(
-            state["config"] | {"device": device} | ({} if data is None else {"data": data}))
-        corpus = open_corpus(cfg.data)
-        model, _, _ = build(cfg, state["vocab_size"], pick_device(cfg))
+        here = {"device": device} | ({} if data is None else {"data": data})
+        cfg = Config.from_dict(state["config"] | here)
+        recipe, vocab = Recipe.from_spec(state["recipe"]), state["vocab_size"]
+        # first without memory: a file may claim any size
+        with torch.device("meta"):
+            expected = build(cfg, vocab, torch.device("meta"), recipe)[0].state_dict()
+        if {k: t.shape for k, t in expected.items()} != {k: t.shape for k, t in state["model"].items()}:
+            raise ValueError("its weights are not those of its config")
+        model, _, _ = build(cfg, vocab, pick_device(cfg), recipe)
         model.load_state_dict(state["model"])
-    except (KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path} does not fit this version of the program: {str(error).splitlines()[0]}")
-    if corpus.vocab_size != state["vocab_size"]:
-        raise CheckpointError(f"{path} was trained on {state['vocab_size']} ids and {corpus.name} has "
-                              f"{corpus.vocab_size}; give the folder of its data with --data=DIR")
+    except ConfigError:
+        raise
+    except MISFIT as error:
+        raise CheckpointError(f"{path} does not fit this program: {first_line(error)}") from None
+    corpus = open_corpus(cfg.data)
+    if corpus.vocab_size != vocab:
+        raise CheckpointError(f"{path} was trained on {vocab} ids and {corpus.name} has {corpus.vocab_size}; "
+                              "give the folder of its data with --data=DIR")
     return model.eval(), cfg, corpus, state["step"]
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 # -----------------------------------------------------------------------------
@@ -191,21 +228,34 @@ def sample(model: GPT, corpus: Corpus, prompt: str, n: int, temperature: float =
     return encoding.decode([t for t in tokens[0, 1:].tolist() if t != encoding.eot_token])
 
 
-def main(argv: list[str]):
-    parser = argparse.ArgumentParser(description="Loss and text of a trained model.", allow_abbrev=False)
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(f"{message}; --help lists the arguments")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(description="Loss and text of a trained model.", allow_abbrev=False)
     parser.add_argument("run", type=Path, help="the folder of a run, such as out/tetrajet_full-s1")
     parser.add_argument("--prompt", help="continue this text instead of measuring the loss")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of text to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
-    parser.add_argument("--top_k", type=int, default=50,
-                        help="draw among this many likeliest tokens, 0 all (50)")
+    parser.add_argument("--top_k", type=int, default=50, help="draw among so many likeliest tokens, 0 all (50)")
     parser.add_argument("--seed", type=int, default=0, help="of the text (0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (auto)")
     parser.add_argument("--data", help="folder of token shards, if it is not where it was in training")
     args = parser.parse_args(argv)
-    if args.tokens < 1 or args.temperature < 0 or args.top_k < 0:
-        parser.error("--tokens must be at least 1, --temperature and --top_k at least 0")
+    if args.tokens < 1 or args.top_k < 0 or not 0 <= args.seed < 2**63:
+        parser.error("--tokens is at least 1, --top_k at least 0, --seed from 0 to 2**63 - 1")
+    if args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3:
+        parser.error("--temperature is 0, or from 0.001 to 1000")
+    return args
+
+
+def main(argv: list[str]):
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
     try:
+        args = parse(argv)
         model, cfg, corpus, step = load_checkpoint(args.run, args.device, args.data)
         if args.prompt is not None:
             print(sample(model, corpus, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))

@@ -17,7 +17,8 @@ What this file leaves out: which recipe uses which operand (recipes.py), resets 
 (osci.py), the choice of outlier channels (outliers.py).
 
 Letters used for shapes: T tokens, K input features, N output features of a linear; M, K rows and columns
-of an operand. Every operand of every GEMM is stored with the summed axis last, so there is one GEMM: a @ b.T.
+of an operand. GEMM is the usual name of a matrix product. Every operand of every GEMM is stored with the
+summed axis last, so there is one GEMM: a @ b.T.
 """
 import json
 import math
@@ -74,8 +75,8 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
     edges  NaN stays NaN
     """
     y = y.clamp(max=grid.max)
-    step = binade(y).clamp_(min=2.0**grid.emin).mul_(2.0**-grid.mbits)     # distance between neighbours at y
-    n = y / step                                                           # exact: step is a power of two
+    gap = binade(y).clamp_(min=2.0**grid.emin).mul_(2.0**-grid.mbits)      # distance between neighbours at y
+    n = y / gap                                                            # exact: gap is a power of two
     if noise is not None:
         n = n.add_(noise).floor_()
     elif up:
@@ -83,7 +84,8 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
     else:
         # half to even, and even n is even code
         n = n.round_()
-    return n.mul_(step).clamp_(max=grid.max)
+    # again, since noise next to 1 may carry the largest value one step further
+    return n.mul_(gap).clamp_(max=grid.max)
 
 
 def encode(value: Tensor, grid: Grid) -> Tensor:
@@ -153,11 +155,11 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     """
     c0, c1, c2, c3 = counter
     rounds = torch.arange(_PHILOX_ROUNDS, device=c0.device)
-    keys = [(k + step * rounds & _MASK32).unbind() for k, step in zip(key, _PHILOX_KEY)]
+    keys = [((k + increment * rounds) & _MASK32).unbind() for k, increment in zip(key, _PHILOX_KEY)]
     for k0, k1 in zip(*keys):
         # the int64 product wraps around, but its 64 bits are those of the unsigned product
         p0, p1 = c0 * _PHILOX_MUL[0], c2 * _PHILOX_MUL[1]
-        c0, c2 = (p1 >> 32 ^ c1 ^ k0) & _MASK32, (p0 >> 32 ^ c3 ^ k1) & _MASK32
+        c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & _MASK32, ((p0 >> 32) ^ c3 ^ k1) & _MASK32
         # their lower halves; the upper ones are masked a round later
         c1, c3 = p1, p0
     return [c0, c1 & _MASK32, c2, c3 & _MASK32]
@@ -182,8 +184,8 @@ def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) ->
     Noise for stochastic rounding -> float32 (M, K), values (k + 1/2) / 2^16.
 
     Eight values share one Philox call, 16 bits each, low half of a word first; a row starts with a fresh
-    group. The half centres the 65,536 levels in [0, 1): the chance of rounding up is right to 2^-17 with
-    no mean error.
+    group. The half centres the 65,536 levels in [0, 1), so each chance of rounding up is right to 2^-17, too
+    large as often as too small; a value closer than 2^-17 of a gap to its lower neighbour never leaves it.
     """
     M, K = shape
     groups = -(-K // 8)
@@ -219,8 +221,9 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
     assert n & (n - 1) == 0 and n > 0, f"a Hadamard block has a power of two values, not {n}"
     *lead, K = x.shape
     y = F.pad(x.float(), (0, -K % n)).reshape(-1, n) * signs
-    # butterfly: log2(n) passes that turn neighbours (a, b) into a + b in the lower half of the block
-    # and a - b in the upper one. It fixes the order of additions, so that every back end gets the same bits
+    # butterfly: log2(n) passes that turn neighbours (a, b) into a + b in the lower half of the block and
+    # a - b in the upper one. Each moves the lowest bit of the position to the top, so after log2(n) of them
+    # every bit has had its turn and is back in its place. One order of additions: the same bits everywhere
     for _ in range(n.bit_length() - 1):
         a, b = y.view(-1, n // 2, 2).unbind(2)
         y = torch.empty_like(y)
@@ -364,7 +367,7 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
 
 def fake_quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Tensor:
     """
-    quantize(...).dequantize() bit for bit, without building the codes: what training on ordinary GPUs uses.
+    quantize(...).dequantize() bit for bit, without building the codes: what training uses.
     """
     c, inner, outer = _round(x, operand, noise)
     blocks = _to_blocks(_rows(c), operand)
@@ -373,6 +376,11 @@ def fake_quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> T
 
 def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """ -> signed grid values (shape of x), inner scales (rows, blocks), outer scales; all float32. """
+    if not x.is_floating_point() or x.dim() == 0:
+        raise ValueError(f"a format rounds floating-point tensors with an axis, not {x.dtype} {list(x.shape)}")
+    if noise is not None and noise.shape != x.shape:
+        raise ValueError(f"noise has the shape of x, {list(x.shape)}, not {list(noise.shape)}")
+    x = x.detach()
     if op.stochastic and noise is None:
         noise = torch.rand(x.shape, device=x.device)
     if not op.stochastic and noise is not None:
@@ -580,14 +588,14 @@ def _rotation(a: Operand | None, b: Operand | None) -> int:
     return max(op.hadamard if op else 0 for op in (a, b))
 
 
-def _gemm(a: Tensor, b: Tensor, rounded: Operand | None, dtype: torch.dtype) -> Tensor:
+def _gemm(a: Tensor, b: Tensor, rounded: bool, dtype: torch.dtype) -> Tensor:
     """
-    a (M, S) @ b (N, S)^T -> (M, N), summed in float32. Where neither operand was touched (rounded is None)
+    a (M, S) @ b (N, S)^T -> (M, N), summed in float32. Where neither operand was touched (rounded is False)
     this is the very matmul that nn.Linear would run, in the compute dtype.
     """
     # autocast is still on inside a custom op: left alone, it would cast the rounded operands to bf16
     with torch.autocast(a.device.type, enabled=False):
-        if rounded is None:
+        if not rounded:
             return F.linear(a.to(dtype), b.to(dtype))
         return F.linear(a.float(), b.float()).to(dtype)
 
@@ -599,7 +607,7 @@ def _zero_columns(x: Tensor, channels: Tensor) -> Tensor:
     return x.index_fill(1, channels, 0.0)
 
 
-class _Step:
+class _Draws:
     """
     Everything random about one linear at one moment: hands out the noise and the signs of each operand.
     """
@@ -635,33 +643,35 @@ def linear_forward(
     Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), counter.
     """
     r = Recipe.from_spec(recipe)
-    step = _Step(r, counter, layer)
+    draws = _Draws(r, counter, layer)
     split, dtype = channels.numel() > 0, x.dtype
 
     # forward: nearest rounding, no rotation
     x4, w4 = (_zero_columns(x, channels), _zero_columns(weight, channels)) if split else (x, weight)
-    x_hat, w_hat = step.round(x4, 1, dtype), step.round(w4, 2, dtype)
+    x_hat, w_hat = draws.round(x4, 1, dtype), draws.round(w4, 2, dtype)
     if split:
         x8, w8 = (fake_quantize(t[:, channels], r.outlier) if op else t[:, channels].to(dtype)
                   for t, op in ((x, r.y_x), (weight, r.y_w)))
         y = (_gemm(x_hat, w_hat, r.outlier, torch.float32)
              + _gemm(x8, w8, r.outlier, torch.float32)).to(dtype)
     else:
-        y = _gemm(x_hat, w_hat, r.y_x or r.y_w, dtype)
+        y = _gemm(x_hat, w_hat, bool(r.y_x or r.y_w), dtype)
     if not save:
         return (y, *(x.new_empty(0, dtype=torch.float32) for _ in range(3)), counter.clone())
 
+    # The backward operands that need no dY are made here, while the rounded W and X are at hand, and only
+    # they are kept: on hardware that is 4.75 bits a value instead of 16. Here it is the same order in float32.
     # Q4: the whole weight, outlier channels included, is FP4 in dX
     w_back = weight.to(dtype)
     if r.dx_w and r.align:
         w_back = w_hat.float().index_copy(1, channels, w8.float()) if split else w_hat
-    dx_w = step.rotate(_transpose(w_back), _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
-    dx_w = step.round(dx_w, 4, dx_w.dtype)
+    dx_w = draws.rotate(_transpose(w_back), _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
+    dx_w = draws.round(dx_w, 4, dx_w.dtype)
 
     # Q6: the FP4 channels rotated, the outlier channels in FP8 and not
     x_back = x_hat if r.dw_x and r.align else x4
-    dw_x = step.rotate(_transpose(x_back), _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
-    dw_x = step.round(dw_x, 6, dw_x.dtype)
+    dw_x = draws.rotate(_transpose(x_back), _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
+    dw_x = draws.round(dw_x, 6, dw_x.dtype)
     dw_x8 = x.new_empty(0, dtype=torch.float32)
     if split:
         dw_x8 = _transpose(x8 if r.dw_x and r.align else x[:, channels])
@@ -674,6 +684,7 @@ def _transpose(x: Tensor) -> Tensor:
     return x.t().clone(memory_format=torch.contiguous_format)
 
 
+# shapes and dtypes only: what torch.compile needs to know of an op that it does not look into
 @linear_forward.register_fake
 def _(x, weight, channels, counter, layer, recipe, save):
     r = Recipe.from_spec(recipe)
@@ -708,18 +719,18 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """ dX = dY W (T, K) and dW = dY^T X (N, K), both in the dtype of dY; empty where not needed. """
     r = Recipe.from_spec(recipe)
-    step = _Step(r, counter, layer)
+    draws = _Draws(r, counter, layer)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_dx:
-        a = step.rotate(dy, _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
-        dx = _gemm(step.round(a, 3, a.dtype), dx_w, r.dx_dy or r.dx_w, dy.dtype)
+        a = draws.rotate(dy, _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
+        dx = _gemm(draws.round(a, 3, a.dtype), dx_w, bool(r.dx_dy or r.dx_w), dy.dtype)
     if need_dw:
         dyt = _transpose(dy)
-        a = step.rotate(dyt, _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
-        dw = _gemm(step.round(a, 5, a.dtype), dw_x, r.dw_dy or r.dw_x, dy.dtype)
+        a = draws.rotate(dyt, _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
+        dw = _gemm(draws.round(a, 5, a.dtype), dw_x, bool(r.dw_dy or r.dw_x), dy.dtype)
         if channels.numel():
             dy8 = fake_quantize(dyt, r.outlier) if r.dw_dy else dyt
-            dw = dw.index_copy(1, channels, _gemm(dy8, dw_x8, r.dw_dy or r.dw_x, dy.dtype))
+            dw = dw.index_copy(1, channels, _gemm(dy8, dw_x8, bool(r.dw_dy or r.dw_x), dy.dtype))
     return dx, dw
 
 
@@ -777,14 +788,18 @@ class QuantLinear(nn.Linear):
         self.sumsq = None
         self.register_buffer("channels", torch.full((outliers,), -1, device=device))
         self.split = False
-        self.register_load_state_dict_post_hook(lambda module, _: module.set_channels(module.channels))
+        self.register_load_state_dict_post_hook(_restore_split)
 
     def set_channels(self, channels: Tensor):
         """ Keep these input channels (all of the same -1 for none yet) in the outlier format from now on. """
-        assert channels.shape == self.channels.shape, (
-            f"{channels.shape} channels, {self.channels.shape} expected")
+        chosen = sorted(channels.tolist())
+        none, distinct = [-1] * len(chosen), len(set(chosen)) == len(chosen)
+        good = chosen == none or distinct and all(c in range(self.in_features) for c in chosen)
+        if channels.shape != self.channels.shape or channels.is_floating_point() or not good:
+            raise ValueError(f"outlier channels are {self.channels.numel()} different integers below "
+                             f"{self.in_features}, or all -1, not {chosen[:8]}")
         self.channels.copy_(channels.sort().values)
-        self.split = channels.numel() > 0 and bool((channels >= 0).all())
+        self.split = bool(chosen) and chosen != none
 
     def forward_weight(self) -> Tensor:
         """ The weight that the FP4 GEMM of the forward pass rounds, (N, K): outlier columns are zero. """
@@ -816,6 +831,12 @@ class QuantLinear(nn.Linear):
         on = [str(i) for i, op in enumerate(self.recipe.operands, 1) if op]
         return (f"{super().extra_repr()}, quantizers={','.join(on) or 'none'}, "
                 f"outliers={self.channels.numel()}")
+
+
+def _restore_split(module: QuantLinear, _):
+    """ After load_state_dict: the buffer says which channels, and whether they are chosen yet. """
+    if not module.channels.is_meta:
+        module.set_channels(module.channels)
 
 
 @contextmanager

@@ -16,12 +16,13 @@ import os
 # running trained 40 times slower. Sleeping costs nothing measurable. Read once, when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import csv
 import json
 import math
+import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,14 +31,16 @@ import torch
 
 from config import Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
-from eval import (CHECKPOINT_FORMAT, autocast, build, checkpoints, newest_checkpoint, pick_device, sample,
-                  val_losses)
+from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, checkpoints, first_line, newest_checkpoint,
+                  pick_device, sample, val_losses)
 from osci import OsciReset
 from outliers import OutControl
+from quant import Recipe
 
-# knobs that may differ when a run is continued: they change what is written and where it runs, not what is computed
-FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "log_every", "eval_every",
-        "eval_tokens", "save_every", "sample_tokens")
+# knobs that may differ when a run is continued: they change what is written, where it runs or which noise is drawn,
+# not what is computed in the mean
+FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch", "log_every",
+        "eval_every", "save_every", "sample_tokens")
 # what OsciReset reports of a window (osci.Report.row), summed over layers
 OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused", "near_share",
         "reset_share", "scale_flicker")
@@ -56,54 +59,71 @@ class TrainingError(RuntimeError):
 class Run:
     """ The folder out/<name>: what a run writes, and how it finds itself again. """
 
+    OURS = re.compile(r"ckpt_\d{9}\.(pt|tmp)|config\.json(\.tmp)?|metrics\.csv(\.tmp)?|log\.txt")
+
     def __init__(self, cfg: Config):
         self.folder = Path(cfg.out) / cfg.name
         self.lock = None
+        self.last_good: Path | None = None                 # the checkpoint loaded or written last
         self.warned = False
 
-    def open(self, cfg: Config) -> dict | None:
+    def open(self, cfg: Config, recipe: Recipe) -> dict | None:
         """
-        Make the folder ready and return the checkpoint to continue from, None for a fresh start. ConfigError if it
-        holds a run that this command would spoil.
+        Make the folder ready and return the checkpoint to continue from, None for a fresh start. ConfigError if
+        it holds a run that this command would spoil.
         """
-        if cfg.overwrite and self.folder.is_dir() and any(self.folder.iterdir()) and not (
-                self.folder / "config.json").exists():
-            raise ConfigError(f"{self.folder} is not the folder of a run; --overwrite will not touch it")
         try:
+            foreign = [path for path in self.folder.glob("*") if not self.OURS.fullmatch(path.name)]
+            if cfg.overwrite and foreign and not (self.folder / "config.json").exists():
+                raise ConfigError(f"{self.folder} is not the folder of a run; --overwrite will not touch it")
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()
-        except OSError as error:
-            raise ConfigError(f"cannot write to {self.folder}: {error.strerror}; type --out=FOLDER") from None
-        if cfg.overwrite:
-            for pattern in ("ckpt_*.pt", "config.json", "metrics.csv"):
-                for path in self.folder.glob(pattern):
+            leftovers = [*self.folder.glob("*.tmp")]                       # of a run that was killed while saving
+            if cfg.overwrite:
+                leftovers += [*checkpoints(self.folder), self.folder / "config.json", self.folder / "metrics.csv"]
+                (self.folder / "log.txt").write_text("")
+            for path in leftovers:
+                if self.OURS.fullmatch(path.name) and path.is_file():
                     path.unlink()
-            (self.folder / "log.txt").write_text("")
-        for leftover in self.folder.glob("*.tmp"):                         # of a run that was killed while saving
-            leftover.unlink()
-        found = newest_checkpoint(self.folder, self.say)
-        if found is None and checkpoints(self.folder):
-            raise ConfigError(f"{self.folder} holds checkpoints and none can be read; type --name=ANOTHER, or "
-                              "--overwrite to start anew")
-        if found is None:
+            found = newest_checkpoint(self.folder, self.say)
+            if found is None and checkpoints(self.folder):
+                raise ConfigError(f"{self.folder} holds checkpoints and none can be read; type --name=ANOTHER, or "
+                                  "--overwrite to start anew")
+            if found is not None:
+                self._check_same(cfg, recipe, found[1])
             self._write("config.json", json.dumps(cfg.to_dict(), indent=1))
-            self._write("metrics.csv", ",".join(COLUMNS) + "\n")
-            return None
-        path, state = found
-        differ = [f"{k}={state['config'].get(k)!r}" for k, v in cfg.to_dict().items()
-                  if k not in FREE and state["config"].get(k) != v]
+            if found is None:
+                self._write("metrics.csv", ",".join(COLUMNS) + "\n")
+                return None
+            self.last_good, state = found
+            self.say(f"continuing from {self.last_good}, step {state['step']}")
+            self._drop_rows(state["step"])
+            return state
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.folder}: {error.strerror}; make room or way for it, or type "
+                              "--out=FOLDER") from None
+
+    def _check_same(self, cfg: Config, recipe: Recipe, state: dict):
+        """ ConfigError unless the run in this folder is unfinished and is the one that cfg asks for. """
+        try:
+            before = Config.from_dict(state["config"]).to_dict()
+        except MISFIT as error:
+            raise ConfigError(f"the run in {self.folder} does not fit this program ({first_line(error)}); type "
+                              "--name=ANOTHER, or --overwrite to delete it") from None
+        differ = [f"{k}={before[k]!r}" for k, v in cfg.to_dict().items() if k not in FREE and before[k] != v]
+        if not differ and state["recipe"] != recipe.spec():
+            differ = [f"another version of the recipe {cfg.recipe}"]
         if differ:
             raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
                               "--overwrite to delete that run")
         if state["step"] >= cfg.steps:
             raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, or --overwrite to "
                               "delete it")
-        self.say(f"continuing from {path}, step {state['step']}")
-        self._drop_rows(state["step"])
-        return state
+        if 0 < cfg.stop_at <= state["step"]:
+            raise ConfigError(f"{self.folder} is at step {state['step']} already; type a larger --stop_at")
 
     def _lock(self):
-        """ Keep a second process out of this folder; the system forgets the lock when this one dies, however. """
+        """ Keep a second process out of this folder; the system forgets the lock when this one dies. """
         try:
             import fcntl
         except ImportError:                                                # Windows
@@ -111,8 +131,10 @@ class Run:
         self.lock = open(self.folder / "log.txt", "a")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(f"another process is training in {self.folder}; type --name=ANOTHER") from None
+        except OSError:                                                    # a file system without locks
+            pass
 
     def close(self):
         if self.lock:
@@ -121,30 +143,43 @@ class Run:
     def _drop_rows(self, step: int):
         """ Forget logged rows from `step` on: they will be computed, and logged, again. """
         path = self.folder / "metrics.csv"
-        rows = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
-        # a row that was cut off when the run was killed has no number to compare
-        kept = [row for row in rows if (row["step"] or "").isdigit() and int(row["step"]) < step]
-        self._write("metrics.csv", "".join(",".join(line) + "\n" for line in
-                                           [COLUMNS] + [[row.get(c) or "" for c in COLUMNS] for row in kept]))
+        kept = [",".join(COLUMNS)]
+        try:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                # a row that was cut off when the run was killed, or with other columns, is no row
+                number, *others = line.split(",")
+                if number.isdigit() and int(number) < step and len(others) == len(COLUMNS) - 1:
+                    kept.append(line)
+        except (FileNotFoundError, UnicodeDecodeError, ValueError) as error:
+            self.say(f"note: the rows of {path} up to step {step} cannot be read ({type(error).__name__})")
+        self._write("metrics.csv", "\n".join(kept) + "\n")
 
     def _write(self, name: str, text: str):
         """ Replace a file as a whole, or not at all. """
         path = self.folder / name
         temporary = path.with_name(name + ".tmp")
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
 
     def _append(self, name: str, text: str):
+        """ All of the text or, on a full disk, none of it: half a row would be read as another number. """
+        path, size = self.folder / name, None
         try:
-            with open(self.folder / name, "a") as f:
+            size = path.stat().st_size if path.exists() else 0
+            with open(path, "a", encoding="utf-8", errors="replace") as f:
                 f.write(text)
         except OSError as error:
+            with suppress(OSError):
+                os.truncate(path, size)
             if not self.warned:
-                print(f"warning: cannot write {self.folder / name}: {error.strerror}; the run goes on", file=sys.stderr)
+                print(f"warning: cannot write {path}: {error.strerror}; the run goes on", file=sys.stderr)
             self.warned = True
 
     def say(self, line: str = ""):
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError:                                    # whoever read the output has left: `| head -1`
+            sys.stdout = open(os.devnull, "w")
         self._append("log.txt", line + "\n")
 
     def row(self, values: dict):
@@ -154,8 +189,8 @@ class Run:
 
     def save(self, state: dict) -> bool:
         """
-        Write ckpt_<step>.pt under a temporary name, sync it to the disk, rename it; keep the last two. A kill at any
-        moment leaves the previous checkpoint whole. False, with a message, if it cannot be written.
+        Write ckpt_<step>.pt under a temporary name, sync it to the disk, rename it; keep the one before. A kill
+        at any moment leaves a whole checkpoint. False, with a message, if it cannot be written.
         """
         path = self.folder / f"ckpt_{state['step']:09d}.pt"
         temporary = path.with_suffix(".tmp")
@@ -166,14 +201,17 @@ class Run:
                 os.fsync(f.fileno())
             os.replace(temporary, path)
         except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
-            kept = checkpoints(self.folder)
-            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            reason = error.strerror if isinstance(error, OSError) else first_line(error)
             self.say(f"error: cannot save {path} ({reason}); free some space. The run goes on, "
-                     f"{f'{kept[0]} is kept' if kept else 'nothing is saved yet'}")
+                     f"{f'{self.last_good} is kept' if self.last_good else 'nothing is saved yet'}")
             return False
-        for old in checkpoints(self.folder)[2:]:
-            old.unlink()
+        for old in checkpoints(self.folder):
+            if old < path and old != self.last_good:
+                with suppress(OSError):
+                    old.unlink()
+        self.last_good = path
         return True
 
 
@@ -185,6 +223,7 @@ def commit() -> str:
         done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True)
         return done.stdout.strip()
     try:
+        git("ls-files", "--error-unmatch", "train.py")     # else a copy of it lies in somebody else's repository
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -222,10 +261,9 @@ def clock(seconds: float) -> str:
 def not_finite(run: Run, model: torch.nn.Module, step: int) -> TrainingError:
     """ The error that ends a run at a NaN or Inf: it names the first weight that holds one, and a way out. """
     bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    kept = checkpoints(run.folder)
     where = f"the first bad weight is {bad[0]}" if bad else "all weights are still finite"
     return TrainingError(f"step {step}: the loss is not finite, {where}; lower --lr and start anew, or continue "
-                         f"from {kept[0] if kept else 'nothing: no checkpoint yet'}")
+                         f"from {run.last_good or 'nothing: no checkpoint yet'}")
 
 
 def out_of_memory(cfg: Config) -> str:
@@ -233,7 +271,7 @@ def out_of_memory(cfg: Config) -> str:
     now = cfg.micro_batch or sequences
     smaller = [n for n in range(1, now) if sequences % n == 0]
     cure = f"--micro_batch={smaller[-1]}" if smaller else "a smaller --seq_len"
-    return f"the GPU is out of memory with {now} sequences of {cfg.seq_len} tokens in a micro-step; type {cure}"
+    return f"out of memory with {now} sequences of {cfg.seq_len} tokens in a micro-step; type {cure}"
 
 
 # -----------------------------------------------------------------------------
@@ -250,7 +288,7 @@ class Trainer:
         # the fused update is one kernel on a GPU and one pass on a CPU
         self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
                                            betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
-        recipe = next(iter(self.layers.values())).recipe
+        self.recipe = recipe = next(iter(self.layers.values())).recipe
         self.rounds = any(recipe.operands)
         self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start), cfg.in_steps(cfg.outlier_window))
         self.osci = None
@@ -268,6 +306,7 @@ class Trainer:
     def state(self) -> dict:
         return {
             "format": CHECKPOINT_FORMAT, "config": self.cfg.to_dict(), "commit": commit(),
+            "recipe": self.recipe.spec(),
             "vocab_size": self.corpus.vocab_size, "train_tokens": self.corpus.train.n_tokens,
             "step": self.step, "seconds": self.seconds, "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(), "outliers": self.outliers.state_dict(),
@@ -275,15 +314,26 @@ class Trainer:
         }
 
     def load(self, state: dict):
-        tokens = self.corpus.train.n_tokens
-        if (state["vocab_size"], state["train_tokens"]) != (self.corpus.vocab_size, tokens):
-            raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens and the data now has "
-                              f"{tokens:,}; type --data=DIR of the same data, or --name=ANOTHER for a new run")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.outliers.load_state_dict(state["outliers"])
-        if self.osci:
-            self.osci.load_state_dict(state["osci"])
+        """ Continue from a checkpoint. ConfigError if it does not fit: the file may come from anywhere. """
+        tokens, vocab = self.corpus.train.n_tokens, self.corpus.vocab_size
+        if (state["vocab_size"], state["train_tokens"]) != (vocab, tokens):
+            raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens of {state['vocab_size']} "
+                              f"ids and the data now has {tokens:,} of {vocab}; type --data=DIR of the same data, or "
+                              "--name=ANOTHER for a new run")
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            # the fused update trusts these shapes
+            for p in self.model.parameters():
+                moments = [self.optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")]
+                if any(m.shape != p.shape or not m.is_floating_point() for m in moments):
+                    raise ValueError("Adam's moments have other shapes than the weights")
+            self.outliers.load_state_dict(state["outliers"])
+            if self.osci:
+                self.osci.load_state_dict(state["osci"])
+        except MISFIT as error:
+            raise ConfigError(f"the checkpoint does not fit ({first_line(error)}); type --name=ANOTHER, or "
+                              "--overwrite to start anew") from None
         self.step, self.seconds = state["step"], state["seconds"]
 
     def micro_batches(self):
@@ -332,7 +382,8 @@ def report(run: Run, trainer: Trainer, step: int, seen: dict) -> dict:
         return {}
     osci = seen["osci"].row()
     run.say(f"step {step}: OsciReset put {osci['reset']:,} weights ({osci['reset_share']:.2%}) back on their grid "
-            f"values; of {osci['tracked']:,} tracked, {osci['flips']:,} flips, {osci['reversals']:,} of them reversals")
+            f"values, of which {osci['reset_single']:,} had flipped once and {osci['reset_never']:,} never; of "
+            f"{osci['tracked']:,} tracked, {osci['flips']:,} flips, {osci['reversals']:,} of them reversals")
     return {f"osci_{name}": osci[name] for name in OSCI}
 
 
@@ -342,7 +393,7 @@ def train(cfg: Config, run: Run, trainer: Trainer):
     first = trainer.step
     saved = True
     began, trained = time.time(), 0.0
-    stalled = torch.zeros((), device=trainer.device)       # counts losses that are not finite, without a host sync
+    bad = torch.zeros((), device=trainer.device)           # counts losses that are not finite, without a host sync
 
     def due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
@@ -351,15 +402,15 @@ def train(cfg: Config, run: Run, trainer: Trainer):
         last, stop = step == cfg.steps, cfg.stop_at == step > first
         row = {"step": step, "tokens": step * cfg.batch_tokens, "seconds": trainer.seconds}
 
+        # once in a while, and at the end: save, before anything else can fail
+        if step > first and (last or stop or due(cfg.save_every, step)):
+            saved = run.save(trainer.state())
+
         # once in a while, and at the end: validation loss, with the recipe's forward and without rounding
         if last or (due(cfg.eval_every, step) and step > 0):
             row |= val_losses(model, corpus, cfg)
             run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
                     f"{row['val_loss_bf16']:.4f} (no rounding)")
-
-        # once in a while, and at the end: save
-        if step > first and (last or stop or due(cfg.save_every, step)):
-            saved = run.save(trainer.state())
         if last or stop:
             run.row(row) if last else run.say(f"stopped at step {step}, as stop_at says")
             break
@@ -367,12 +418,12 @@ def train(cfg: Config, run: Run, trainer: Trainer):
         # ---- one optimizer step, the only timed part
         start = time.time()
         seen = trainer.train_step()
-        stalled += ~(seen["train_loss"].isfinite() & seen["grad_norm"].isfinite())
+        bad += ~(seen["train_loss"].isfinite() & seen["grad_norm"].isfinite())
         log, coming = due(cfg.log_every, step), step + 1
-        # before a number is shown or the clock stops for something else, wait for the device, once; nothing that is
-        # not finite is ever evaluated or saved
-        if (log or coming in (cfg.steps, cfg.stop_at) or due(cfg.eval_every, coming) or due(cfg.save_every, coming)) \
-                and stalled:
+        pause = coming in (cfg.steps, cfg.stop_at) or due(cfg.eval_every, coming) or due(cfg.save_every, coming)
+        # bool(bad) waits for the device: before a number is shown, and before the clock stops for something else.
+        # Nothing that is not finite is ever evaluated or saved
+        if (log or pause) and bool(bad):
             raise not_finite(run, model, step)
         trainer.seconds += time.time() - start
         trained += time.time() - start
@@ -423,16 +474,21 @@ def _peak_rss() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def introduce(run: Run, trainer: Trainer):
-    """ Say what is about to run, and where. """
+def introduce(run: Run, trainer: Trainer, entropy: float):
+    """ Say what is about to run, and where. entropy is that of single tokens of the held-out text, in nats. """
     cfg, device, count = trainer.cfg, trainer.device, trainer.model.num_params()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    run.say(f"torch {torch.__version__}, {name}, commit {commit()}, run {run.folder}")
+    run.say(f"torch {torch.__version__}, {name}, commit {commit()}, run {run.folder}, recipe {cfg.recipe}")
     if trainer.rounds:
         run.say("backend reference: FP4 is emulated, the numbers are those of the format and the speed is not")
     elif cfg.osci != "off" or cfg.outlier_frac:
         run.say(f"recipe {cfg.recipe} rounds nothing here, so osci and outlier_frac have no effect")
-    run.say(f"{trainer.corpus.describe()}; counting alone reaches a loss of {trainer.corpus.val.unigram_entropy():.2f}")
+    if trainer.rounds and cfg.outlier_frac and not trainer.outliers.layers:
+        run.say(f"outlier_frac = {cfg.outlier_frac} is less than half a channel in every layer: none is kept in FP8")
+    whole = trainer.corpus.val.whole_windows(cfg.seq_len) * cfg.seq_len
+    if whole < cfg.eval_tokens:
+        run.say(f"validation uses all {whole:,} held-out tokens, fewer than eval_tokens = {cfg.eval_tokens:,}")
+    run.say(f"{trainer.corpus.describe()}; counting alone reaches a loss of {entropy:.2f}")
     run.say(f"{sum(count.values()):,} parameters: {count['block_linears']:,} in the linears of {cfg.n_layer} blocks, "
             f"{count['embeddings']:,} in embedding and head")
     epochs = trainer.corpus.train.epochs(cfg.steps * cfg.batch_tokens // cfg.seq_len, cfg.seq_len)
@@ -441,6 +497,8 @@ def introduce(run: Run, trainer: Trainer):
 
 
 def main(argv: list[str]):
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
     cfg = load(argv)
     run = Run(cfg)
     try:
@@ -450,18 +508,22 @@ def main(argv: list[str]):
             print(json.dumps(cfg.to_dict(), indent=1))
             print(layer_table(trainer.layers, cfg))
             return
-        state = run.open(cfg)
+        # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
+        entropy = corpus.val.unigram_entropy()
+        corpus.val.whole_windows(cfg.seq_len)
+        next(trainer.micro_batches())
+        state = run.open(cfg, trainer.recipe)
         if state:
             trainer.load(state)
             del state
-        introduce(run, trainer)
+        introduce(run, trainer, entropy)
         row = train(cfg, run, trainer)
         if row is not None:
             summary(run, trainer, row)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         print(f"error: {out_of_memory(cfg)}", file=sys.stderr)
         raise SystemExit(2)
     except TrainingError as error:

@@ -78,6 +78,10 @@ def test_text_uses_the_recipe_s_forward(run, capsys, monkeypatch):
     (["{run}", "--data=nowhere"], "nowhere"),
     (["{run}", "--device=gpu"], "device"),
     (["{run}", "--tokens=0"], "--tokens"),
+    (["{run}", "--temperature=nan"], "--temperature"),
+    (["{run}", "--temperature=inf"], "--temperature"),
+    (["{run}", "--temperature=1e-45"], "--temperature"),
+    (["{run}", "--seed=99999999999999999999999"], "--seed"),
     (["{run}", "--temprature=1"], "unrecognized"),
     ([], "run"),
 ])
@@ -85,7 +89,7 @@ def test_a_mistake_is_code_2_without_a_traceback(run, capsys, args, says):
     with pytest.raises(SystemExit) as error:
         go(capsys, *(arg.format(run=run) for arg in args))
     err = capsys.readouterr().err
-    assert error.value.code == 2 and says in err and "Traceback" not in err
+    assert error.value.code == 2 and says in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_a_corpus_with_another_vocabulary_is_refused(run, shards, tmp_path, capsys):
@@ -107,6 +111,25 @@ def test_a_checkpoint_of_another_shape_is_one_line(run, tmp_path, capsys):
         go(capsys, tmp_path)
     err = capsys.readouterr().err
     assert error.value.code == 2 and "does not fit" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"d_model": 2**16}, {"n_layer": 5000}, {"d_ff": 41}, {"lr": "x"}, {"seq_len": 0}])
+def test_a_checkpoint_whose_config_lies_is_one_line(run, tmp_path, capsys, change):
+    """ Catches: memory for a model of any size that a file claims, before its weights are looked at. """
+    state = last_state(run)
+    state["config"].update(change)
+    torch.save(state, tmp_path / "ckpt_000000001.pt")
+    with pytest.raises(SystemExit) as error:
+        go(capsys, tmp_path)
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and err.count("\n") == 1
+
+
+def test_text_is_written_by_the_recipe_of_the_checkpoint(run, capsys, monkeypatch):
+    """ Catches: a recipe edited since, whose forward is not the one that was trained. """
+    before = go(capsys, run)
+    monkeypatch.setitem(evaluation.RECIPES, "tetrajet_full", evaluation.RECIPES["tetrajet_base"].only([3]))
+    assert go(capsys, run) == before
 
 
 def test_no_vocabulary_offline_is_one_line(run, capsys, monkeypatch):

@@ -474,8 +474,9 @@ def test_channels_are_state():
     other.load_state_dict(nn.Sequential(QuantLinear(20, 18, recipe=FULL, outliers=5)).state_dict())
     assert not other[0].split
 
-    with pytest.raises(AssertionError, match="expected"):
-        linear.set_channels(CHANNELS[:4])
+    for wrong in (CHANNELS[:4], CHANNELS * 0, CHANNELS + 10, CHANNELS - 2, CHANNELS.float()):
+        with pytest.raises(ValueError, match="5 different integers below 20"):
+            linear.set_channels(wrong)
     with pytest.raises(ValueError, match="outlier") as error:
         QuantLinear(20, 18, recipe=BASE, outliers=5)
     assert "\n" not in str(error.value)

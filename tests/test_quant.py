@@ -470,8 +470,13 @@ def test_noise_is_an_argument():
     assert torch.equal(q.code >> 3 != 0, x.signbit())
     with pytest.raises(ValueError, match="stochastic"):
         fake_quantize(x, NEAREST, low)
-    with pytest.raises(RuntimeError):
-        fake_quantize(x, STOCHASTIC, low[:1])
+    for wrong in (low[:1], low.view(16, 64), low.flatten()):
+        with pytest.raises(ValueError, match="shape of x"):
+            fake_quantize(x, STOCHASTIC, wrong)
+    for wrong in (torch.ones(4, 16, dtype=torch.int64), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="floating-point tensors"):
+            quantize(wrong, NEAREST)
+    assert not fake_quantize(x.clone().requires_grad_(), NEAREST).requires_grad
     torch.manual_seed(1)
     first = fake_quantize(x, STOCHASTIC)
     assert not torch.equal(first, fake_quantize(x, STOCHASTIC))

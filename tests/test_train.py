@@ -380,6 +380,148 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(go, capsys):
             and err.count("\n") == 1)
 
 
+def test_files_that_look_like_checkpoints_cost_nothing(go):
+    """
+    Catches: pruning by name. A copy that the user made, a torn file with a higher number, a link or a folder of
+    that name once made each new checkpoint look old, so that it was deleted as soon as it was written.
+    """
+    folder, _ = go("r", "--recipe=bf16", "--stop_at=6")
+    (folder / "ckpt_best.pt").write_bytes((folder / "ckpt_000000006.pt").read_bytes())
+    (folder / "ckpt_000000099.pt").write_bytes(b"")
+    (folder / "ckpt_000000098.pt").mkdir()
+    (folder / "ckpt_000000097.pt").symlink_to("ckpt_000000006.pt")
+    (folder / "notes.tmp").mkdir()
+    _, printed = go("r", "--recipe=bf16", "--save_every=4")
+    assert "ckpt_000000006.pt, step 6" in printed
+    left = {path.name for path in folder.glob("ckpt_0000000[0-8]*") if path.is_file()}
+    assert left == {"ckpt_000000016.pt", "ckpt_000000020.pt"} and (folder / "ckpt_best.pt").exists()
+
+
+def test_half_a_row_is_taken_back(go, tmp_path, monkeypatch):
+    """ Catches: a disk that is full for a moment and glues two rows into one that reads like a good one. """
+    run = train.Run(parse([f"--out={tmp_path}", "--name=r"]))
+    run.folder.mkdir()
+    run.row({"step": 1})
+    real = open
+
+    class Full:
+        def __init__(self, *args, **kwargs):
+            self.file = real(*args, **kwargs)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, text):
+            self.file.write(text[: len(text) // 2])
+            self.file.flush()
+            raise OSError(28, "No space left on device")
+    monkeypatch.setattr(train, "open", Full, raising=False)
+    run.row({"step": 2})
+    monkeypatch.undo()
+    run.row({"step": 3})
+    lines = (run.folder / "metrics.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["1", "3"]
+    assert all(line.count(",") == len(train.COLUMNS) - 1 for line in lines)
+
+
+@pytest.mark.parametrize("env, flags", [({"PYTHONIOENCODING": "ascii"}, ["--sample_tokens=60"]),
+                                        ({"LC_ALL": "C", "PYTHONUTF8": "0"}, ["--sample_tokens=60"])])
+def test_text_that_a_terminal_cannot_show(shards, tmp_path, env, flags):
+    """ Catches: a run whose last lines are lost because the sample holds a character that is not ASCII. """
+    flags = ["--recipe=bf16", "--steps=2", *flags]
+    done = subprocess.run(command(shards, tmp_path, *flags), capture_output=True, env=os.environ | env)
+    assert done.returncode == 0 and b"val_loss_fp4: " in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes differ")
+def test_a_reader_that_leaves_does_not_stop_the_run(shards, tmp_path):
+    """ Catches: `python train.py ... | head -1`, which killed the run at its second line. """
+    with subprocess.Popen(command(shards, tmp_path, "--recipe=bf16"), stdout=subprocess.PIPE, text=True) as run:
+        run.stdout.readline()
+        run.stdout.close()
+    assert run.returncode == 0 and "val_loss_fp4: " in (tmp_path / "r" / "log.txt").read_text()
+
+
+# -----------------------------------------------------------------------------
+# checkpoints that somebody else made
+
+def put(**items):
+    return lambda state: state.update(items)
+
+
+def inside(where: str, **items):
+    return lambda state: state[where].update({key.replace("__", "."): value for key, value in items.items()})
+
+
+CRAFTED = {
+    "only a format": lambda state: [state.pop(key) for key in list(state) if key != "format"],
+    "format is true": put(format=True), "no step": lambda state: state.pop("step"), "text step": put(step="5"),
+    "step is true": put(step=True), "negative step": put(step=-2), "nan seconds": put(seconds=float("nan")),
+    "config is a list": put(config=[1]), "unknown knob": inside("config", foo=1), "bad knob": inside("config", lr="x"),
+    "model is a list": put(model=[1]), "weight is a number": inside("model", head__weight=3),
+    "weight of another shape": inside("model", head__weight=torch.ones(3, 3)),
+    "weight too many": inside("model", extra=torch.ones(1)),
+    "weight missing": lambda state: state["model"].pop("head.weight"),
+    "channel out of range": inside("model", blocks__0__attn__qkv__channels=torch.tensor([0, 1, 2, 3, 999])),
+    "channel twice": inside("model", blocks__0__attn__qkv__channels=torch.tensor([0, 1, 2, 3, 3])),
+    "optimizer is empty": put(optimizer={}), "no moments": inside("optimizer", state={}),
+    "no groups": inside("optimizer", param_groups=[]),
+    "moment of another shape": lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.ones(3)),
+    "osci is text": put(osci="x"), "osci is missing": put(osci=None),
+    "osci of another layer": inside("osci", windows={"zz": {}}),
+    "norms of another layer": put(outliers={"norms": {"zz": torch.ones(3)}}),
+    "recipe is no recipe": put(recipe="[]"),
+}
+
+
+@pytest.fixture(scope="module")
+def half_run(shards, tmp_path_factory) -> tuple[Path, dict]:
+    out = tmp_path_factory.mktemp("half")
+    train.main(tiny(shards, f"--out={out}", "--name=r", "--recipe=tetrajet_full", "--osci=full", *WINDOWS,
+                    "--stop_at=12"))
+    return out / "r", last_state(out / "r")
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_a_crafted_checkpoint_is_one_line(half_run, go, capsys, what):
+    """ Catches: a traceback, a crash inside a fused kernel, or silent acceptance of a file that does not fit. """
+    folder, state = half_run
+    crafted = torch.load(folder / "ckpt_000000012.pt", weights_only=True)
+    CRAFTED[what](crafted)
+    ours = folder.parent / f"c{list(CRAFTED).index(what)}" / "r"
+    ours.mkdir(parents=True)
+    for name in ("config.json", "metrics.csv", "log.txt"):
+        (ours / name).write_bytes((folder / name).read_bytes())
+    torch.save(crafted, ours / "ckpt_000000012.pt")
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=tetrajet_full", "--osci=full", *WINDOWS, f"--out={ours.parent}")
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+def test_a_recipe_that_was_edited_is_noticed(go, capsys, monkeypatch):
+    """ Catches: two halves of a run with different rounding, under one name. """
+    go("r", "--recipe=tetrajet_base", "--stop_at=5")
+    monkeypatch.setitem(RECIPES, "tetrajet_base", RECIPES["tetrajet_base"].only([1, 2]))
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=tetrajet_base")
+    assert error.value.code == 2 and "another version of the recipe" in capsys.readouterr().err
+
+
+def test_a_knob_added_since_does_not_end_old_runs(go):
+    """ Catches: "a knob is one line" that makes every unfinished run unusable. """
+    folder, _ = go("r", "--recipe=bf16", "--stop_at=5")
+    path = folder / "ckpt_000000005.pt"
+    state = read_checkpoint(path)
+    del state["config"]["norm_eps"]                        # as if it had not existed then; it has its default
+    torch.save(state, path)
+    _, printed = go("r", "--recipe=bf16")
+    assert "continuing from" in printed
+
+
 # -----------------------------------------------------------------------------
 # mistakes: one line, exit code 2, nothing lost
 
@@ -478,6 +620,58 @@ def test_out_of_memory_names_a_micro_batch_that_works():
     assert train.out_of_memory(cfg).endswith("--micro_batch=4")
     parse(["--batch_tokens=1536", "--seq_len=128", "--micro_batch=4"])
     assert "seq_len" in train.out_of_memory(parse(["--micro_batch=1"]))
+
+
+def test_overwrite_waits_until_the_new_run_can_start(go, shards, tmp_path, capsys):
+    """ Catches: the old weights deleted by a command that then fails over its data. """
+    folder, _ = go("r", "--recipe=bf16", "--steps=3")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name, short in (("train", "a_train_000001.bin"), ("val", "a_val_000000.bin")):
+        bad = tmp_path / name
+        bad.mkdir()
+        for path in shards.iterdir():
+            (bad / path.name).write_bytes(path.read_bytes())
+        data.write_shard(bad / short, np.arange(10, dtype=np.uint16))
+        with pytest.raises(SystemExit) as error:
+            go("r", "--recipe=bf16", "--overwrite", f"--data={bad}")
+        assert error.value.code == 2 and "10 tokens" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("content", [b"a,b,c\n1,2,3\n", b"\xff\xfe\x00", b"x" * 300_000, None])
+def test_metrics_that_cannot_be_read_do_not_stop_a_resume(go, content):
+    folder, _ = go("r", "--recipe=bf16", "--stop_at=5")
+    (folder / "metrics.csv").unlink()
+    if content is not None:
+        (folder / "metrics.csv").write_bytes(content)
+    go("r", "--recipe=bf16")
+    assert [int(row["step"]) for row in rows(folder)] == list(range(5, 21))
+
+
+def test_a_folder_that_was_left_half_made_can_be_overwritten(go, capsys):
+    """ Catches: a disk that was full at the start and leaves a folder that is refused for ever. """
+    folder, _ = go("r", "--recipe=bf16", "--steps=2")
+    (folder / "config.json").rename(folder / "config.json.tmp")
+    go("r", "--recipe=bf16", "--steps=3", "--overwrite")
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=bf16", "--steps=4", "--overwrite")
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and "cannot write" in err and err.count("\n") == 1
+
+
+def test_stopping_where_the_run_already_stands_is_said(go, capsys):
+    go("r", "--recipe=bf16", "--stop_at=5")
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=bf16", "--stop_at=5")
+    assert error.value.code == 2 and "larger --stop_at" in capsys.readouterr().err
+
+
+def test_what_cannot_act_is_said(go):
+    """ Catches: a run that passes for tetrajet_full and keeps no channel in FP8; fewer validation tokens than asked. """
+    _, printed = go("r", "--recipe=tetrajet_full", "--steps=2", "--outlier_frac=0.001", "--eval_tokens=100_000")
+    assert "none is kept in FP8" in printed and "fewer than eval_tokens = 100,000" in printed
 
 
 def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
