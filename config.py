@@ -24,7 +24,6 @@ import math
 import operator
 import re
 import sys
-import textwrap
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -76,7 +75,7 @@ class Config:
     z_loss: float = 1e-5                # weight of the mean of log(sum(exp(logits)))^2 in the loss; 0 = off
 
     # precision
-    recipe: str = "bf16"                # an entry of recipes.py
+    recipe: str = "bf16"                # recipes.py: bf16 | tetrajet_base | tetrajet_full | tetrajet_released
     quantizers: str = "1,2,3,4,5,6"     # which of the recipe's quantizers Q1 to Q6 are on; "" = none
     outlier_frac: float = 0.0           # share of each layer's input channels kept in MXFP8; 0 = off
     outlier_start: float = 0.01         # fraction of training at which the choice of channels begins
@@ -117,19 +116,25 @@ class ConfigError(ValueError):
     """ A mistake of the user's, told in one line that says what to type instead. """
 
 
+def short(text: str) -> str:
+    """ The start of a text that may be long, on one line. """
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:56] + " ..."
+
+
 def fit(name: str, value):
     """ The value in the type of the knob `name`. 1 is a good float and 1e3 a good int; True is no number. """
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "--help lists them all"
-        raise ConfigError(f"no knob is called {name!r}; {hint}")
+        raise ConfigError(f"no knob is called {short(repr(name))}; {hint}")
     kind = KINDS[name]
     if kind is float and type(value) is int:
         return float(value)
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
     if type(value) is not kind:
-        raise ConfigError(f"{name} wants {WANTED[kind]}, not {value!r}")
+        raise ConfigError(f"{name} wants {WANTED[kind]}, not {short(repr(value))}")
     return value
 
 
@@ -170,7 +175,7 @@ def evaluate(node: ast.expr, earlier: dict):
 
 def shown(node: ast.AST) -> str:
     """ A piece of source on one line. """
-    return textwrap.shorten(ast.unparse(node), 60, placeholder=" ...")
+    return short(ast.unparse(node))
 
 
 def read_file(path: str) -> dict:
@@ -190,8 +195,13 @@ def read_file(path: str) -> dict:
                 raise ConfigError(f"{name} is assigned twice in this file; keep one of the two")
             values[name] = fit(name, evaluate(node.value, values))
     except OSError as error:
-        raise ConfigError(f"cannot read {path!r}: {error.strerror}; type configs/NAME.py, or --name=value")
+        ours = {file.stem: file for file in Path(__file__).with_name("configs").glob("*.py")}
+        near = difflib.get_close_matches(Path(path).stem, ours, n=1)
+        hint = f"did you mean {ours[near[0]]}?" if near else "type configs/NAME.py, or --KNOB=VALUE"
+        raise ConfigError(f"cannot read {short(repr(path))}: {error.strerror}; {hint}")
     except SyntaxError as error:
+        if not error.lineno:    # a NUL, or an encoding that Python does not know
+            raise ConfigError(f"{path}: not a text file of Python assignments")
         raise ConfigError(f"{path}:{error.lineno}: {error.msg}")
     except (ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}:{line}: {(error.args or ['too large'])[-1]}")
@@ -227,14 +237,14 @@ def parse(argv: list[str]) -> Config:
             continue
         name, equals, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("--"):
-            raise ConfigError(f"{arg}: flags are written --name=value")
+            raise ConfigError(f"{short(arg)}: flags are written --KNOB=VALUE")
         if name in flags:
             raise ConfigError(f"--{name} is given twice; keep one of the two")
         if not equals and KINDS.get(name, bool) is not bool:
             raise ConfigError(f"--{name} has no value: type --{name}=VALUE")
         flags[name] = read_flag(name, text if equals else "true")
-    cfg = check(Config(**files | flags))
-    return cfg if cfg.name else replace(cfg, name="-".join(stems or [cfg.recipe]) + f"-s{cfg.seed}")
+    cfg = Config(**files | flags)
+    return check(cfg if cfg.name else replace(cfg, name="-".join(stems or [cfg.recipe]) + f"-s{cfg.seed}"))
 
 
 def load(argv: list[str]) -> Config:
@@ -269,10 +279,15 @@ CHOICES = {
     "schedule": ("cosine", "linear"),
     "osci": ("off", "full", "topk", "edge"),
 }
-POSITIVE = """n_layer d_model n_head d_ff seq_len rope_theta norm_eps init_std steps batch_tokens lr adam_eps
-              osci_tau eval_tokens""".split()
+POSITIVE = """n_layer d_model n_head d_ff seq_len rope_theta norm_eps init_std steps batch_tokens lr decay_end
+              adam_eps osci_tau eval_tokens""".split()
 FRACTIONS = """warmup decay_end lr_final outlier_frac outlier_start outlier_window osci_start osci_period
                osci_window osci_track""".split()
+MOST = {    # a seed fits any counter; what is not listed ends at LARGEST
+    "seed": 2**31 - 1, "n_layer": 10_000, "d_model": 2**20, "d_ff": 2**20, "seq_len": 2**20,
+    "vocab_size": 2**20, "init_std": 10, "steps": 10**9, "batch_tokens": 2**40, "lr": 10_000, "z_loss": 1000,
+    "eval_tokens": 2**40,
+}
 
 
 def need(holds: bool, message: str):
@@ -283,22 +298,24 @@ def need(holds: bool, message: str):
 def check(cfg: Config) -> Config:
     """ The config itself, if a run could start from it. """
     for name, value in asdict(cfg).items():
+        told, most = f"{name} = {short(repr(value))}", MOST.get(name, LARGEST)
         if KINDS[name] in (int, float):
             # put this way round so that nan fails: every comparison with it is false
-            need(0 <= value < math.inf, f"{name} = {value}: type a finite number that is not negative")
-            need(value > 0 or name not in POSITIVE, f"{name} = {value}: type a number above 0")
-            need(value <= 1 or name not in FRACTIONS, f"{name} = {value}: type a fraction, from 0 to 1")
+            need(0 <= value < math.inf, f"{told}: type a finite number that is not negative")
+            need(value > 0 or name not in POSITIVE, f"{told}: type a number above 0")
+            need(value <= 1 or name not in FRACTIONS, f"{told}: type a fraction, from 0 to 1")
+            need(value <= most, f"{told}: type a number up to {most:_}")
+        need(KINDS[name] is not str or value.isprintable(), f"{told}: type printable text")
         if name in CHOICES:
-            need(value in CHOICES[name], f"{name} = {value!r}: type one of {', '.join(CHOICES[name])}")
+            need(value in CHOICES[name], f"{told}: type one of {', '.join(CHOICES[name])}")
 
-    need(cfg.seed < 2**31, f"seed = {cfg.seed}: type a number below 2**31, so that it fits any counter")
     need(max(cfg.beta1, cfg.beta2) < 1, f"beta1 = {cfg.beta1}, beta2 = {cfg.beta2}: type numbers below 1")
-    need(cfg.out != "", "out is empty: type a folder, such as out")
-    need(cfg.name not in (".", "..") and not set(cfg.name) & set("/\\"),
-         f"name = {cfg.name!r}: type the name of one folder; where it lies is the knob out")
+    need(cfg.out != "", "out is empty: type a folder, such as --out=out")
+    need(cfg.name not in (".", "..") and not set(cfg.name) & set("/\\") and len(cfg.name.encode()) <= 200,
+         f"name = {short(repr(cfg.name))}: type the name of one folder, at most 200 bytes; its parent is out")
     chosen = cfg.quantizers.split(",") if cfg.quantizers else []
     need(len(set(chosen)) == len(chosen) and set(chosen) <= set("123456"),
-         f"quantizers = {cfg.quantizers!r}: type some of 1,2,3,4,5,6, each once, without spaces")
+         f"quantizers = {short(repr(cfg.quantizers))}: type some of 1,2,3,4,5,6, each once, without spaces")
     check_sizes(cfg)
     check_phases(cfg)
     return cfg
@@ -310,28 +327,43 @@ def check_sizes(cfg: Config):
     need(heads, f"d_model = {cfg.d_model}: type an even number")
     need(cfg.n_head in heads,
          f"n_head = {cfg.n_head} does not cut d_model = {cfg.d_model} into heads of one even width: "
-         f"type n_head = {min(heads, key=lambda h: abs(h - cfg.n_head))}")
+         f"type --n_head={min(heads, key=lambda h: abs(h - cfg.n_head))}")
     sequences = max(1, round(cfg.batch_tokens / cfg.seq_len))
     need(cfg.batch_tokens == sequences * cfg.seq_len,
          f"batch_tokens = {cfg.batch_tokens} is no multiple of seq_len = {cfg.seq_len}: "
-         f"type batch_tokens = {sequences * cfg.seq_len}")
+         f"type --batch_tokens={sequences * cfg.seq_len}")
     micro = cfg.micro_batch or sequences
     need(sequences % micro == 0,
          f"micro_batch = {micro} does not divide the batch of {sequences} sequences: "
-         f"type micro_batch = {math.gcd(micro, sequences)}")
+         f"type --micro_batch={math.gcd(micro, sequences)}")
     need(cfg.eval_tokens >= cfg.seq_len,
-         f"eval_tokens = {cfg.eval_tokens} is less than a sequence: type eval_tokens = {cfg.seq_len}")
+         f"eval_tokens = {cfg.eval_tokens} is less than a sequence: type --eval_tokens={cfg.seq_len}")
 
 
 def check_phases(cfg: Config):
     """ What must come before what. """
     need(cfg.warmup < cfg.decay_end,
          f"warmup = {cfg.warmup} does not end before decay_end = {cfg.decay_end}: type a smaller warmup")
-    need(cfg.outlier_frac == 0 or cfg.outlier_start + cfg.outlier_window <= 1,
-         "outlier_start + outlier_window is more than the whole training: type smaller ones")
     need(cfg.osci != "topk" or cfg.osci_track > 0, "osci_track = 0 tracks nothing: type a number above 0")
-    if cfg.osci != "off":
-        window, period = cfg.in_steps(cfg.osci_window), cfg.in_steps(cfg.osci_period)
-        enough = math.ceil((window + 1) / cfg.steps * 1e4) / 1e4
-        fix = f"osci_period = {enough:g}" if enough <= 1 else f"steps = {2 * cfg.steps} or more"
-        need(window < period, f"osci_window ({window} steps) fills osci_period ({period} steps): type {fix}")
+    if problem := never(cfg):
+        # the first that works of: the default of one knob, of all, more steps, both
+        other = {knob: getattr(Config, knob) for knob in WHEN if getattr(cfg, knob) != getattr(Config, knob)}
+        cures = [{knob: value} for knob, value in other.items()] + [other]
+        cures += [{"steps": n} for n in range(cfg.steps + 1, 100)] + [other | {"steps": 20}]
+        cure = next(cure for cure in cures if not never(replace(cfg, **cure)))
+        raise ConfigError(f"{problem}: type " + " ".join(f"--{knob}={value}" for knob, value in cure.items()))
+
+
+WHEN = ["outlier_start", "outlier_window", "osci_start", "osci_period", "osci_window"]
+
+
+def never(cfg: Config) -> str:
+    """ Why OutControl or OsciReset is on and would never act, or "". """
+    calibrate, measure, start, period, window = (cfg.in_steps(getattr(cfg, knob)) for knob in WHEN)
+    if cfg.outlier_frac > 0 and calibrate + measure > cfg.steps:
+        return f"outlier_start + outlier_window ({calibrate} + {measure} steps) exceed steps = {cfg.steps}"
+    if cfg.osci != "off" and window >= period:
+        return f"osci_window ({window} steps) fills osci_period ({period} steps)"
+    if cfg.osci != "off" and start + window >= cfg.steps:    # a reset follows the step start + window, from 0
+        return f"osci_start + osci_window ({start} + {window} steps) must be less than steps = {cfg.steps}"
+    return ""

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -135,9 +136,10 @@ MISTAKES_ON_THE_LINE = [
     ("--lr=", "lr wants a number, not ''"),
     ("--compile=maybe", "compile wants true or false, not 'maybe'"),
     ("--lr", "--lr has no value: type --lr=VALUE"),
-    ("-lr=1", "flags are written --name=value"),
+    ("-lr=1", "flags are written --KNOB=VALUE"),
     ("lr=1", "cannot read 'lr=1'"),
-    ("configs/nowhere.py", "cannot read 'configs/nowhere.py'"),
+    ("configs/nowhere.py", "type configs/NAME.py, or --KNOB=VALUE"),
+    ("configs/tetrajet_ful.py", f"did you mean {ROOT}/configs/tetrajet_full.py?"),
     ("configs", "cannot read 'configs'"),
     ("--lr=nan", "lr = nan: type a finite number"),
     ("--lr=inf", "lr = inf: type a finite number"),
@@ -154,21 +156,33 @@ MISTAKES_ON_THE_LINE = [
     ("--schedule=cos", "type one of cosine, linear"),
     ("--backend=fp4", "type one of auto, reference"),
     ("--device=gpu", "type one of auto, cpu, cuda, mps"),
-    ("--seed=2147483648", "type a number below 2**31"),
+    ("--seed=2147483648", "seed = 2147483648: type a number up to 2_147_483_647"),
     ("--beta2=1", "type numbers below 1"),
+    ("--d_model=1e10", "d_model = 10000000000: type a number up to 1_048_576"),
+    ("--d_model=1e300", "type a number up to 1_048_576"),
+    ("--d_ff=1e9", "type a number up to"), ("--seq_len=1e9", "type a number up to"),
+    ("--vocab_size=1e9", "type a number up to"), ("--n_layer=10_001", "type a number up to 10_000"),
+    ("--steps=2e9", "type a number up to"), ("--batch_tokens=1e13", "type a number up to"),
+    ("--eval_tokens=1e13", "type a number up to"), ("--lr=1e300", "lr = 1e+300: type a number up to 10_000"),
+    ("--init_std=11", "type a number up to 10"), ("--z_loss=1e300", "type a number up to 1_000"),
+    ("--rope_theta=1e16", "type a number up to 1_000_000_000_000_000"),
+    ("--decay_end=0", "decay_end = 0.0: type a number above 0"),    # no smaller warmup would help
     ("--out=", "type a folder"),
+    ("--out=a\0b", "type printable text"), ("--name=a\0b", "type printable text"),
+    ("--name=h9\udcff", "type printable text"), ("--data=h9\udcff", "type printable text"),
+    ("--name=" + 101 * "é", "at most 200 bytes"),
     ("--name=..", "type the name of one folder"),
     ("--name=a/b", "type the name of one folder"),
     ("--quantizers=1,7", "type some of 1,2,3,4,5,6"),
     ("--quantizers=1, 2", "without spaces"),
     ("--quantizers=1,1", "each once"),
     ("--d_model=7", "type an even number"),
-    ("--n_head=3", "type n_head = 2"),
-    ("--n_head=128", "type n_head = 64"),      # 128 heads of width 1: rotary positions turn pairs
-    ("--batch_tokens=2000", "type batch_tokens = 2048"),
-    ("--batch_tokens=100", "type batch_tokens = 128"),
-    ("--micro_batch=6", "type micro_batch = 2"),
-    ("--eval_tokens=100", "type eval_tokens = 128"),
+    ("--n_head=3", "type --n_head=2"),
+    ("--n_head=128", "type --n_head=64"),      # 128 heads of width 1: rotary positions turn pairs
+    ("--batch_tokens=2000", "type --batch_tokens=2048"),
+    ("--batch_tokens=100", "type --batch_tokens=128"),
+    ("--micro_batch=6", "type --micro_batch=2"),
+    ("--eval_tokens=100", "type --eval_tokens=128"),
 ]
 
 
@@ -186,7 +200,11 @@ def test_mistake_on_the_command_line(arg, told):
     # the window has 30 of 600 steps, as has the period
     (["--osci=full", "--osci_period=0.05"], "osci_window (30 steps) fills osci_period (30 steps): type"),
     (["--osci=topk", "--osci_track=0"], "osci_track = 0"),
-    (["--outlier_frac=0.1", "--outlier_start=0.99"], "outlier_start + outlier_window"),
+    (["--outlier_frac=0.1", "--outlier_start=0.99"], "outlier_start + outlier_window (594 + 18 steps)"),
+    # 0.99 of 20 steps is 20 when rounded
+    (["--outlier_frac=0.1", "--outlier_start=0.99", "--outlier_window=.01", "--steps=20"], "(20 + 1 steps)"),
+    (["--osci=full", "--osci_start=0.97"], "osci_start + osci_window (582 + 30 steps) must be less"),
+    (["--osci=full", "--osci_start=0.95"], "osci_start + osci_window (570 + 30 steps) must be less"),
 ])
 def test_flags_that_contradict_each_other(flags, told):
     """ Catches runs that would start and then never do what they were asked for. """
@@ -195,14 +213,74 @@ def test_flags_that_contradict_each_other(flags, told):
     assert told in str(error.value)
 
 
-@pytest.mark.parametrize("flags", [["--osci=full", "--osci_period=0.05"], ["--osci=full", "--steps=2"],
-                                   ["--n_head=3"], ["--batch_tokens=2000"], ["--micro_batch=6"]])
+def test_a_window_that_just_fits():
+    """ Catches a check that is off by one: step 599, the last of 600, may choose channels and may reset. """
+    parse(["--outlier_frac=0.1", "--outlier_start=0.97"])       # measures in steps 582 to 599
+    parse(["--osci=full", f"--osci_start={569 / 600}"])         # resets after step 569 + 30
+
+
+@pytest.mark.parametrize("flags", [
+    ["--n_head=3"], ["--batch_tokens=2000"], ["--micro_batch=6"], ["--eval_tokens=100"],
+    ["--osci=full", "--osci_window=1", "--osci_period=1"], ["--osci=full", "--steps=2"],
+    [f"{ROOT}/configs/tetrajet_full.py", "--steps=3"], [f"{ROOT}/configs/tetrajet_full.py", "--steps=1"],
+])
 def test_the_cure_cures(flags):
     """ Catches advice that leads to the next error: what stands after `type` is typed, and accepted. """
     with pytest.raises(ConfigError) as error:
         parse(flags)
-    name, value = str(error.value).split(": type ")[1].split(" or ")[0].split(" = ")
-    parse([flag for flag in flags if not flag.startswith(f"--{name}=")] + [f"--{name}={value}"])
+    cure = str(error.value).split(": type ")[1].split()
+    names = [flag.split("=")[0] for flag in cure]
+    parse([flag for flag in flags if flag.split("=")[0] not in names] + cure)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 14, 15, 20, 600])
+def test_what_is_on_acts_and_the_cure_cures(steps):
+    """ Catches a run that is accepted and never resets or chooses channels, and advice that cannot help. """
+    refused = 0
+    for start, window, period in product((0, 0.01, 0.6, 0.97, 1), (0, 0.05, 0.5, 1), (0, 0.05, 0.1, 1)):
+        cfg = Config(steps=steps, osci="full", osci_start=start, osci_window=window, osci_period=period,
+                     outlier_frac=0.1, outlier_start=start, outlier_window=window)
+        try:
+            config.check(cfg)
+        except ConfigError as error:
+            cure = dict(re.findall(r"--(\w+)=(\S+)", str(error)))
+            assert cure
+            cure = {knob: config.read_flag(knob, value) for knob, value in cure.items()}
+            cfg = config.check(dataclasses.replace(cfg, **cure))
+            refused += 1
+        start, window, period = (cfg.in_steps(x) for x in (cfg.osci_start, cfg.osci_window, cfg.osci_period))
+        assert any((step - start) % period == window for step in range(start, cfg.steps))
+        assert cfg.in_steps(cfg.outlier_start) + cfg.in_steps(cfg.outlier_window) - 1 in range(cfg.steps)
+    assert refused > 20
+
+
+@pytest.mark.parametrize("start", ["--lr=", "--name=", "--quantizers=", "--osci=", "--", "-", ""])
+def test_long_values_are_shortened(start):
+    """ Catches a message that fills the screen with what was typed. """
+    with pytest.raises(ConfigError) as error:
+        parse([start + 5000 * "x"])
+    assert len(str(error.value)) < 200
+
+
+def test_a_long_name_in_a_file_is_shortened(file):
+    """ Catches the placeholder alone, which is all that textwrap.shorten leaves of one long word. """
+    with pytest.raises(ConfigError, match="not xxx.* \\.\\.\\.$") as error:
+        parse([path := file(f"lr = {5000 * 'x'}\n")])
+    assert len(str(error.value)) < len(path) + 200
+
+
+def test_a_name_that_comes_from_a_file_is_checked(file):
+    """ Catches a check that only sees what was typed, so that mkdir fails later. """
+    with pytest.raises(ConfigError, match="at most 200 bytes"):
+        parse([file("", 240 * "x" + ".py")])
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF\0", "lr = 1\n".encode("utf-16"), b"# coding: bogus\nlr = 1\n"])
+def test_a_file_that_is_no_text(tmp_path, content):
+    """ Catches the parser's own words, with line None or 0. """
+    (tmp_path / "mine.py").write_bytes(content)
+    with pytest.raises(ConfigError, match="mine.py: not a text file of Python assignments$"):
+        parse([str(tmp_path / "mine.py")])
 
 
 def test_windows_do_not_matter_while_resets_are_off():
@@ -316,6 +394,12 @@ def test_recipe_files_name_entries_of_the_table():
     recipes = pytest.importorskip("recipes").RECIPES
     for path in RECIPE_FILES:
         assert config.read_file(str(path))["recipe"] in recipes, path
+
+
+def test_the_comment_names_every_recipe():
+    """ Catches an entry of the table that --help does not name. """
+    comment = re.search(r"--recipe=.*recipes.py: (.*)", config.help_text())[1]
+    assert comment.split(" | ") == list(pytest.importorskip("recipes").RECIPES)
 
 
 # arXiv 2510.27527 by its released configs: width, layers, heads, inner width, peak rate, warm-up, steps,
