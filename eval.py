@@ -101,7 +101,8 @@ class CheckpointError(ValueError):
 # what a checkpoint holds, and of which types
 CONTENTS = {
     "format": int, "commit": str, "config": dict, "recipe": str, "vocab_size": int, "train_tokens": int,
-    "step": int, "seconds": float, "model": dict, "optimizer": dict, "outliers": dict, "osci": (dict, type(None)),
+    "step": int, "seconds": float, "model": dict, "optimizer": dict, "outliers": dict,
+    "osci": (dict, type(None)),
 }
 # what goes wrong where a file has the right types and the wrong contents
 MISFIT = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
@@ -239,7 +240,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", help="continue this text instead of measuring the loss")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of text to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
-    parser.add_argument("--top_k", type=int, default=50, help="draw among so many likeliest tokens, 0 all (50)")
+    parser.add_argument("--top_k", type=int, default=50,
+                        help="draw among so many likeliest tokens, 0 all (50)")
     parser.add_argument("--seed", type=int, default=0, help="of the text (0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (auto)")
     parser.add_argument("--data", help="folder of token shards, if it is not where it was in training")

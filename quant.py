@@ -377,7 +377,8 @@ def fake_quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> T
 def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """ -> signed grid values (shape of x), inner scales (rows, blocks), outer scales; all float32. """
     if not x.is_floating_point() or x.dim() == 0:
-        raise ValueError(f"a format rounds floating-point tensors with an axis, not {x.dtype} {list(x.shape)}")
+        raise ValueError("a format rounds floating-point tensors with an axis, "
+                         f"not {x.dtype} {list(x.shape)}")
     if noise is not None and noise.shape != x.shape:
         raise ValueError(f"noise has the shape of x, {list(x.shape)}, not {list(noise.shape)}")
     x = x.detach()
@@ -659,8 +660,9 @@ def linear_forward(
     if not save:
         return (y, *(x.new_empty(0, dtype=torch.float32) for _ in range(3)), counter.clone())
 
-    # The backward operands that need no dY are made here, while the rounded W and X are at hand, and only
-    # they are kept: on hardware that is 4.75 bits a value instead of 16. Here it is the same order in float32.
+    # The backward operands that need no dY are made here, while the rounded W and X are at hand,
+    # and only they are kept: on hardware that is 4.75 bits a value instead of 16.
+    # Here it is the same order in float32.
     # Q4: the whole weight, outlier channels included, is FP4 in dX
     w_back = weight.to(dtype)
     if r.dx_w and r.align:

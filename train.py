@@ -1,19 +1,20 @@
 """
 Train a language model with all linear layers in FP4, forward and backward.
 
-    python train.py configs/tetrajet_full.py                         a small model, any machine, minutes
-    python train.py configs/bf16.py                                  the same without rounding, to compare with
+    python train.py configs/tetrajet_full.py      a small model, any machine, minutes
+    python train.py configs/bf16.py               the same without rounding, to compare with
     python train.py configs/tetrajet_full.py configs/olmo2_70m.py --data=data/fineweb10B      one GPU
 
-Everything of a run lies in out/<name>/: config.json, metrics.csv (one row per logged step), log.txt and the last two
-checkpoints. The same command again continues a run that was killed, from its newest checkpoint, and computes what it
-would have computed without the interruption: bit for bit on a CPU, SR noise included, since every random number is a
-function of (seed, step, micro-step, layer, operand).
+Everything of a run lies in out/<name>/: config.json, metrics.csv (one row per logged step), log.txt and the
+last two checkpoints. The same command again continues a run that was killed, from its newest checkpoint, and
+computes what it would have computed without the interruption: bit for bit on a CPU, SR noise included, since
+every random number is a function of (seed, step, micro-step, layer, operand).
 """
 import os
 
-# OpenMP threads that wait for each other by spinning stand still on a busy machine: a laptop with one more program
-# running trained 40 times slower. Sleeping costs nothing measurable. Read once, when torch is imported
+# OpenMP threads that wait for each other by spinning stand still on a busy machine: a laptop with one more
+# program running trained 40 times slower. Sleeping costs nothing measurable.
+# Read once, when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
@@ -37,15 +38,15 @@ from osci import OsciReset
 from outliers import OutControl
 from quant import Recipe
 
-# knobs that may differ when a run is continued: they change what is written, where it runs or which noise is drawn,
-# not what is computed in the mean
-FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch", "log_every",
-        "eval_every", "save_every", "sample_tokens")
+# knobs that may differ when a run is continued: they change what is written, where it runs or which noise
+# is drawn, not what is computed in the mean
+FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch",
+        "log_every", "eval_every", "save_every", "sample_tokens")
 # what OsciReset reports of a window (osci.Report.row), summed over layers
-OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused", "near_share",
-        "reset_share", "scale_flicker")
-COLUMNS = ("step", "tokens", "seconds", "lr", "train_loss", "z_loss", "grad_norm", "val_loss_fp4", "val_loss_bf16",
-           "tokens_per_s", *(f"osci_{name}" for name in OSCI))
+OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused",
+        "near_share", "reset_share", "scale_flicker")
+COLUMNS = ("step", "tokens", "seconds", "lr", "train_loss", "z_loss", "grad_norm", "val_loss_fp4",
+           "val_loss_bf16", "tokens_per_s", *(f"osci_{name}" for name in OSCI))
 
 
 class TrainingError(RuntimeError):
@@ -69,8 +70,8 @@ class Run:
 
     def open(self, cfg: Config, recipe: Recipe) -> dict | None:
         """
-        Make the folder ready and return the checkpoint to continue from, None for a fresh start. ConfigError if
-        it holds a run that this command would spoil.
+        Make the folder ready and return the checkpoint to continue from, None for a fresh start. ConfigError
+        if it holds a run that this command would spoil.
         """
         try:
             foreign = [path for path in self.folder.glob("*") if not self.OURS.fullmatch(path.name)]
@@ -78,17 +79,18 @@ class Run:
                 raise ConfigError(f"{self.folder} is not the folder of a run; --overwrite will not touch it")
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()
-            leftovers = [*self.folder.glob("*.tmp")]                       # of a run that was killed while saving
+            leftovers = [*self.folder.glob("*.tmp")]       # of a run that was killed while saving
             if cfg.overwrite:
-                leftovers += [*checkpoints(self.folder), self.folder / "config.json", self.folder / "metrics.csv"]
+                leftovers += [*checkpoints(self.folder), self.folder / "config.json",
+                              self.folder / "metrics.csv"]
                 (self.folder / "log.txt").write_text("")
             for path in leftovers:
                 if self.OURS.fullmatch(path.name) and path.is_file():
                     path.unlink()
             found = newest_checkpoint(self.folder, self.say)
             if found is None and checkpoints(self.folder):
-                raise ConfigError(f"{self.folder} holds checkpoints and none can be read; type --name=ANOTHER, or "
-                                  "--overwrite to start anew")
+                raise ConfigError(f"{self.folder} holds checkpoints and none can be read; "
+                                  "type --name=ANOTHER, or --overwrite to start anew")
             if found is not None:
                 self._check_same(cfg, recipe, found[1])
             self._write("config.json", json.dumps(cfg.to_dict(), indent=1))
@@ -100,16 +102,16 @@ class Run:
             self._drop_rows(state["step"])
             return state
         except OSError as error:
-            raise ConfigError(f"cannot write to {self.folder}: {error.strerror}; make room or way for it, or type "
-                              "--out=FOLDER") from None
+            raise ConfigError(f"cannot write to {self.folder}: {error.strerror}; make room or way for it, "
+                              "or type --out=FOLDER") from None
 
     def _check_same(self, cfg: Config, recipe: Recipe, state: dict):
         """ ConfigError unless the run in this folder is unfinished and is the one that cfg asks for. """
         try:
             before = Config.from_dict(state["config"]).to_dict()
         except MISFIT as error:
-            raise ConfigError(f"the run in {self.folder} does not fit this program ({first_line(error)}); type "
-                              "--name=ANOTHER, or --overwrite to delete it") from None
+            raise ConfigError(f"the run in {self.folder} does not fit this program ({first_line(error)}); "
+                              "type --name=ANOTHER, or --overwrite to delete it") from None
         differ = [f"{k}={before[k]!r}" for k, v in cfg.to_dict().items() if k not in FREE and before[k] != v]
         if not differ and state["recipe"] != recipe.spec():
             differ = [f"another version of the recipe {cfg.recipe}"]
@@ -117,8 +119,8 @@ class Run:
             raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
                               "--overwrite to delete that run")
         if state["step"] >= cfg.steps:
-            raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, or --overwrite to "
-                              "delete it")
+            raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, "
+                              "or --overwrite to delete it")
         if 0 < cfg.stop_at <= state["step"]:
             raise ConfigError(f"{self.folder} is at step {state['step']} already; type a larger --stop_at")
 
@@ -189,8 +191,8 @@ class Run:
 
     def save(self, state: dict) -> bool:
         """
-        Write ckpt_<step>.pt under a temporary name, sync it to the disk, rename it; keep the one before. A kill
-        at any moment leaves a whole checkpoint. False, with a message, if it cannot be written.
+        Write ckpt_<step>.pt under a temporary name, sync it to the disk, rename it; keep the one before.
+        A kill at any moment leaves a whole checkpoint. False, with a message, if it cannot be written.
         """
         path = self.folder / f"ckpt_{state['step']:09d}.pt"
         temporary = path.with_suffix(".tmp")
@@ -217,13 +219,15 @@ class Run:
 
 @lru_cache
 def commit() -> str:
-    """ The git commit of the code as it was at the first call, '+' if files were changed; 'unknown' without git. """
+    """
+    The git commit of the code as it was at the first call, '+' if files were changed; 'unknown' without git.
+    """
     def git(*args):
         here = Path(__file__).resolve().parent
         done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True)
         return done.stdout.strip()
     try:
-        git("ls-files", "--error-unmatch", "train.py")     # else a copy of it lies in somebody else's repository
+        git("ls-files", "--error-unmatch", "train.py")  # else a copy of it lies in somebody else's repository
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -244,7 +248,8 @@ def learning_rate(cfg: Config, step: int) -> float:
 
 
 def layer_table(layers: dict, cfg: Config) -> str:
-    rows = [f"{'layer':24} {'in':>6} {'out':>6} {'parameters':>12}  {'FP8 channels':>12}  quantizers of {cfg.recipe}"]
+    rows = [f"{'layer':24} {'in':>6} {'out':>6} {'parameters':>12}  {'FP8 channels':>12}  "
+            f"quantizers of {cfg.recipe}"]
     for name, layer in layers.items():
         on = ",".join(f"Q{i}" for i, op in enumerate(layer.recipe.operands, 1) if op) or "none"
         rows.append(f"{name:24} {layer.in_features:6} {layer.out_features:6} {layer.weight.numel():12,}  "
@@ -259,11 +264,13 @@ def clock(seconds: float) -> str:
 
 
 def not_finite(run: Run, model: torch.nn.Module, step: int) -> TrainingError:
-    """ The error that ends a run at a NaN or Inf: it names the first weight that holds one, and a way out. """
+    """
+    The error that ends a run at a NaN or Inf: it names the first weight that holds one, and a way out.
+    """
     bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
     where = f"the first bad weight is {bad[0]}" if bad else "all weights are still finite"
-    return TrainingError(f"step {step}: the loss is not finite, {where}; lower --lr and start anew, or continue "
-                         f"from {run.last_good or 'nothing: no checkpoint yet'}")
+    return TrainingError(f"step {step}: the loss is not finite, {where}; lower --lr and start anew, "
+                         f"or continue from {run.last_good or 'nothing: no checkpoint yet'}")
 
 
 def out_of_memory(cfg: Config) -> str:
@@ -290,13 +297,16 @@ class Trainer:
                                            betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
         self.recipe = recipe = next(iter(self.layers.values())).recipe
         self.rounds = any(recipe.operands)
-        self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start), cfg.in_steps(cfg.outlier_window))
+        self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start),
+                                   cfg.in_steps(cfg.outlier_window))
         self.osci = None
         if cfg.osci != "off" and self.rounds:
             if recipe.y_w is None:
-                raise ConfigError("OsciReset resets weights that Q2 rounds: add 2 to --quantizers, or type --osci=off")
-            self.osci = OsciReset(self.layers, cfg.osci, cfg.in_steps(cfg.osci_start), cfg.in_steps(cfg.osci_period),
-                                  cfg.in_steps(cfg.osci_window), cfg.osci_tau, cfg.osci_track)
+                raise ConfigError("OsciReset resets weights that Q2 rounds: add 2 to --quantizers, "
+                                  "or type --osci=off")
+            self.osci = OsciReset(self.layers, cfg.osci, cfg.in_steps(cfg.osci_start),
+                                  cfg.in_steps(cfg.osci_period), cfg.in_steps(cfg.osci_window),
+                                  cfg.osci_tau, cfg.osci_track)
         compiled = cfg.compile and self.device.type == "cuda" and find_spec("triton") is not None
         # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
@@ -317,9 +327,9 @@ class Trainer:
         """ Continue from a checkpoint. ConfigError if it does not fit: the file may come from anywhere. """
         tokens, vocab = self.corpus.train.n_tokens, self.corpus.vocab_size
         if (state["vocab_size"], state["train_tokens"]) != (vocab, tokens):
-            raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens of {state['vocab_size']} "
-                              f"ids and the data now has {tokens:,} of {vocab}; type --data=DIR of the same data, or "
-                              "--name=ANOTHER for a new run")
+            raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens of "
+                              f"{state['vocab_size']} ids and the data now has {tokens:,} of {vocab}; type "
+                              "--data=DIR of the same data, or --name=ANOTHER for a new run")
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -342,15 +352,17 @@ class Trainer:
         sequences = cfg.batch_tokens // cfg.seq_len
         size = cfg.micro_batch or sequences
         for micro in range(sequences // size):
-            rows = self.corpus.train.sequences(self.step * sequences + micro * size, size, cfg.seq_len, cfg.seed,
-                                               cfg.shuffle)
+            rows = self.corpus.train.sequences(self.step * sequences + micro * size, size, cfg.seq_len,
+                                               cfg.seed, cfg.shuffle)
             if self.device.type == "cuda":
                 rows = rows.pin_memory()
             rows = rows.to(self.device, non_blocking=True)
             yield micro, rows[:, :-1], rows[:, 1:]
 
     def train_step(self) -> dict:
-        """ One optimizer step -> train_loss, z_loss, grad_norm as tensors on the device, and what OsciReset saw. """
+        """
+        One optimizer step -> train_loss, z_loss, grad_norm as tensors on the device, and what OsciReset saw.
+        """
         cfg, device = self.cfg, self.device
         self.outliers.begin_step(self.step)
         ce_total = z_total = torch.zeros((), device=device)
@@ -369,21 +381,23 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         osci = self.osci.after_step(self.step) if self.osci else None
         self.step += 1
-        return {"train_loss": ce_total / cfg.batch_tokens, "z_loss": z_total / cfg.batch_tokens, "grad_norm": norm,
-                "chosen": chosen, "osci": osci}
+        return {"train_loss": ce_total / cfg.batch_tokens, "z_loss": z_total / cfg.batch_tokens,
+                "grad_norm": norm, "chosen": chosen, "osci": osci}
 
 
 def report(run: Run, trainer: Trainer, step: int, seen: dict) -> dict:
     """ Say what OutControl and OsciReset did in a step; -> the columns of metrics.csv that they fill. """
     if seen["chosen"]:
         n = sum(c.numel() for c in seen["chosen"].values())
-        run.say(f"step {step}: OutControl keeps {n} input channels of {len(seen['chosen'])} layers in FP8 from now on")
+        run.say(f"step {step}: OutControl keeps {n} input channels of {len(seen['chosen'])} layers in FP8 "
+                "from now on")
     if seen["osci"] is None:
         return {}
     osci = seen["osci"].row()
-    run.say(f"step {step}: OsciReset put {osci['reset']:,} weights ({osci['reset_share']:.2%}) back on their grid "
-            f"values, of which {osci['reset_single']:,} had flipped once and {osci['reset_never']:,} never; of "
-            f"{osci['tracked']:,} tracked, {osci['flips']:,} flips, {osci['reversals']:,} of them reversals")
+    run.say(f"step {step}: OsciReset put {osci['reset']:,} weights ({osci['reset_share']:.2%}) back on their "
+            f"grid values, of which {osci['reset_single']:,} had flipped once and "
+            f"{osci['reset_never']:,} never; of {osci['tracked']:,} tracked, {osci['flips']:,} flips, "
+            f"{osci['reversals']:,} of them reversals")
     return {f"osci_{name}": osci[name] for name in OSCI}
 
 
@@ -393,7 +407,8 @@ def train(cfg: Config, run: Run, trainer: Trainer):
     first = trainer.step
     saved = True
     began, trained = time.time(), 0.0
-    bad = torch.zeros((), device=trainer.device)           # counts losses that are not finite, without a host sync
+    # counts losses that are not finite, without a host sync
+    bad = torch.zeros((), device=trainer.device)
 
     def due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
@@ -420,9 +435,10 @@ def train(cfg: Config, run: Run, trainer: Trainer):
         seen = trainer.train_step()
         bad += ~(seen["train_loss"].isfinite() & seen["grad_norm"].isfinite())
         log, coming = due(cfg.log_every, step), step + 1
-        pause = coming in (cfg.steps, cfg.stop_at) or due(cfg.eval_every, coming) or due(cfg.save_every, coming)
-        # bool(bad) waits for the device: before a number is shown, and before the clock stops for something else.
-        # Nothing that is not finite is ever evaluated or saved
+        pause = (coming in (cfg.steps, cfg.stop_at) or due(cfg.eval_every, coming)
+                 or due(cfg.save_every, coming))
+        # bool(bad) waits for the device: before a number is shown, and before the clock stops for something
+        # else. Nothing that is not finite is ever evaluated or saved
         if (log or pause) and bool(bad):
             raise not_finite(run, model, step)
         trainer.seconds += time.time() - start
@@ -451,14 +467,16 @@ def summary(run: Run, trainer: Trainer, row: dict):
         try:
             text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
             run.say(f"\na sample, with the recipe's forward:\n{text}\n")
-        except DataError as error:                             # no vocabulary to decode with: the run itself is fine
+        except DataError as error:
+            # no vocabulary to decode with: the run itself is fine
             run.say(f"no sample: {error}")
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _peak_rss()
     trained = trainer.step * trainer.cfg.batch_tokens
     values = {
         "val_loss_fp4": f"{row['val_loss_fp4']:.4f}", "val_loss_bf16": f"{row['val_loss_bf16']:.4f}",
-        "tokens": trained, "seconds": f"{trainer.seconds:.1f}", "tokens_per_s": f"{trained / trainer.seconds:.0f}",
-        "peak_gb": f"{peak:.2f}", "backend": "reference", "commit": commit(),
+        "tokens": trained, "seconds": f"{trainer.seconds:.1f}",
+        "tokens_per_s": f"{trained / trainer.seconds:.0f}", "peak_gb": f"{peak:.2f}",
+        "backend": "reference", "commit": commit(),
     }
     for key, value in values.items():
         run.say(f"{key}: {value}")
@@ -475,22 +493,27 @@ def _peak_rss() -> float:
 
 
 def introduce(run: Run, trainer: Trainer, entropy: float):
-    """ Say what is about to run, and where. entropy is that of single tokens of the held-out text, in nats. """
+    """
+    Say what is about to run, and where. entropy is that of single tokens of the held-out text, in nats.
+    """
     cfg, device, count = trainer.cfg, trainer.device, trainer.model.num_params()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     run.say(f"torch {torch.__version__}, {name}, commit {commit()}, run {run.folder}, recipe {cfg.recipe}")
     if trainer.rounds:
-        run.say("backend reference: FP4 is emulated, the numbers are those of the format and the speed is not")
+        run.say("backend reference: FP4 is emulated, the numbers are those of the format "
+                "and the speed is not")
     elif cfg.osci != "off" or cfg.outlier_frac:
         run.say(f"recipe {cfg.recipe} rounds nothing here, so osci and outlier_frac have no effect")
     if trainer.rounds and cfg.outlier_frac and not trainer.outliers.layers:
-        run.say(f"outlier_frac = {cfg.outlier_frac} is less than half a channel in every layer: none is kept in FP8")
+        run.say(f"outlier_frac = {cfg.outlier_frac} is less than half a channel in every layer: "
+                "none is kept in FP8")
     whole = trainer.corpus.val.whole_windows(cfg.seq_len) * cfg.seq_len
     if whole < cfg.eval_tokens:
-        run.say(f"validation uses all {whole:,} held-out tokens, fewer than eval_tokens = {cfg.eval_tokens:,}")
+        run.say(f"validation uses all {whole:,} held-out tokens, "
+                f"fewer than eval_tokens = {cfg.eval_tokens:,}")
     run.say(f"{trainer.corpus.describe()}; counting alone reaches a loss of {entropy:.2f}")
-    run.say(f"{sum(count.values()):,} parameters: {count['block_linears']:,} in the linears of {cfg.n_layer} blocks, "
-            f"{count['embeddings']:,} in embedding and head")
+    run.say(f"{sum(count.values()):,} parameters: {count['block_linears']:,} in the linears of "
+            f"{cfg.n_layer} blocks, {count['embeddings']:,} in embedding and head")
     epochs = trainer.corpus.train.epochs(cfg.steps * cfg.batch_tokens // cfg.seq_len, cfg.seq_len)
     run.say(f"{cfg.steps:,} steps of {cfg.batch_tokens:,} tokens" +
             (f": {epochs:.1f} times through the training tokens" if epochs > 1 else ""))

@@ -101,7 +101,9 @@ def test_the_tour_is_complete():
 # what is shown
 
 def test_the_examples_print_what_they_show():
-    """ As `python -m doctest README.md` does; a fence that closes right below an output is taken for output. """
+    """
+    As `python -m doctest README.md` does; a fence that closes right below an output is taken for output.
+    """
     examples = doctest.DocTestParser().get_doctest(README, {}, "README", "README.md", 0)
     assert len(examples.examples) > 10
     shown = []
@@ -151,7 +153,5 @@ def test_nothing_of_one_machine():
 def test_lines_are_not_too_long():
     for path in SOURCES:
         if path.suffix == ".py":
-            # one screen width for all; train.py is not there yet
-            limit = 120 if path.name == "train.py" else 110
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                assert len(line) <= limit, f"{path.name}:{number} has {len(line)} columns"
+                assert len(line) <= 110, f"{path.name}:{number} has {len(line)} columns"

@@ -113,7 +113,8 @@ def test_a_checkpoint_of_another_shape_is_one_line(run, tmp_path, capsys):
     assert error.value.code == 2 and "does not fit" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("change", [{"d_model": 2**16}, {"n_layer": 5000}, {"d_ff": 41}, {"lr": "x"}, {"seq_len": 0}])
+@pytest.mark.parametrize("change", [{"d_model": 2**16}, {"n_layer": 5000}, {"d_ff": 41}, {"lr": "x"},
+                                    {"seq_len": 0}])
 def test_a_checkpoint_whose_config_lies_is_one_line(run, tmp_path, capsys, change):
     """ Catches: memory for a model of any size that a file claims, before its weights are looked at. """
     state = last_state(run)

@@ -382,8 +382,8 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(go, capsys):
 
 def test_files_that_look_like_checkpoints_cost_nothing(go):
     """
-    Catches: pruning by name. A copy that the user made, a torn file with a higher number, a link or a folder of
-    that name once made each new checkpoint look old, so that it was deleted as soon as it was written.
+    Catches: pruning by name. A copy that the user made, a torn file with a higher number, a link or a folder
+    of that name once made each new checkpoint look old, so that it was deleted as soon as it was written.
     """
     folder, _ = go("r", "--recipe=bf16", "--stop_at=6")
     (folder / "ckpt_best.pt").write_bytes((folder / "ckpt_000000006.pt").read_bytes())
@@ -439,7 +439,8 @@ def test_text_that_a_terminal_cannot_show(shards, tmp_path, env, flags):
 @pytest.mark.skipif(os.name == "nt", reason="pipes differ")
 def test_a_reader_that_leaves_does_not_stop_the_run(shards, tmp_path):
     """ Catches: `python train.py ... | head -1`, which killed the run at its second line. """
-    with subprocess.Popen(command(shards, tmp_path, "--recipe=bf16"), stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(command(shards, tmp_path, "--recipe=bf16"),
+                          stdout=subprocess.PIPE, text=True) as run:
         run.stdout.readline()
         run.stdout.close()
     assert run.returncode == 0 and "val_loss_fp4: " in (tmp_path / "r" / "log.txt").read_text()
@@ -458,9 +459,10 @@ def inside(where: str, **items):
 
 CRAFTED = {
     "only a format": lambda state: [state.pop(key) for key in list(state) if key != "format"],
-    "format is true": put(format=True), "no step": lambda state: state.pop("step"), "text step": put(step="5"),
-    "step is true": put(step=True), "negative step": put(step=-2), "nan seconds": put(seconds=float("nan")),
-    "config is a list": put(config=[1]), "unknown knob": inside("config", foo=1), "bad knob": inside("config", lr="x"),
+    "format is true": put(format=True), "no step": lambda state: state.pop("step"),
+    "text step": put(step="5"), "step is true": put(step=True), "negative step": put(step=-2),
+    "nan seconds": put(seconds=float("nan")), "config is a list": put(config=[1]),
+    "unknown knob": inside("config", foo=1), "bad knob": inside("config", lr="x"),
     "model is a list": put(model=[1]), "weight is a number": inside("model", head__weight=3),
     "weight of another shape": inside("model", head__weight=torch.ones(3, 3)),
     "weight too many": inside("model", extra=torch.ones(1)),
@@ -487,7 +489,9 @@ def half_run(shards, tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.mark.parametrize("what", CRAFTED)
 def test_a_crafted_checkpoint_is_one_line(half_run, go, capsys, what):
-    """ Catches: a traceback, a crash inside a fused kernel, or silent acceptance of a file that does not fit. """
+    """
+    Catches: a traceback, a crash inside a fused kernel, or silent acceptance of a file that does not fit.
+    """
     folder, state = half_run
     crafted = torch.load(folder / "ckpt_000000012.pt", weights_only=True)
     CRAFTED[what](crafted)
@@ -669,8 +673,12 @@ def test_stopping_where_the_run_already_stands_is_said(go, capsys):
 
 
 def test_what_cannot_act_is_said(go):
-    """ Catches: a run that passes for tetrajet_full and keeps no channel in FP8; fewer validation tokens than asked. """
-    _, printed = go("r", "--recipe=tetrajet_full", "--steps=2", "--outlier_frac=0.001", "--eval_tokens=100_000")
+    """
+    Catches: a run that passes for tetrajet_full and keeps no channel in FP8;
+    fewer validation tokens than asked.
+    """
+    _, printed = go("r", "--recipe=tetrajet_full", "--steps=2", "--outlier_frac=0.001",
+                    "--eval_tokens=100_000")
     assert "none is kept in FP8" in printed and "fewer than eval_tokens = 100,000" in printed
 
 
