@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from config import Config, ConfigError
-from data import Corpus, DataError, open_corpus
+from data import Corpus, DataError, Parser, open_corpus
 from model import GPT
 from quant import Counter, QuantLinear, Recipe, quantizers_off
 from recipes import RECIPES
@@ -227,11 +227,6 @@ def sample(model: GPT, corpus: Corpus, prompt: str, n: int, temperature: float =
     with autocast(device):
         tokens = model.generate(tokens, n, temperature, top_k, generator, vocab_limit=corpus.vocab_size)
     return encoding.decode([t for t in tokens[0, 1:].tolist() if t != encoding.eot_token])
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(f"{message}; --help lists the arguments")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
