@@ -19,7 +19,9 @@ def run(shards, tmp_path_factory):
 
 
 def go(capsys, *args) -> str:
-    evaluation.main([str(arg) for arg in args])
+    # the run was trained on a CPU: a GPU would compute in bf16
+    device = [] if any("--device" in str(arg) for arg in args) else ["--device=cpu"]
+    evaluation.main([str(arg) for arg in args] + device)
     return capsys.readouterr().out
 
 
@@ -37,7 +39,7 @@ def test_the_loss_is_the_one_that_training_printed(run, capsys):
 
 def test_loss_by_hand(run, shards):
     """ Catches: a mean of means, shifted targets, tokens counted twice. """
-    model, cfg, corpus, _ = evaluation.load_checkpoint(run)
+    model, cfg, corpus, _ = evaluation.load_checkpoint(run, "cpu")
     total, count = 0.0, 0
     for i in range(cfg.eval_tokens // cfg.seq_len):
         row = corpus.val.sequences(i, 1, cfg.seq_len, 0, 0)[0]
