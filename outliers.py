@@ -21,6 +21,7 @@ differs from the release: norms are taken over the whole step instead of over ea
     of being sorted out of it.
 """
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quant import QuantLinear
@@ -55,6 +56,9 @@ class OutControl:
         if not self.norms or not self.start <= step < self.start + self.window:
             return None
         for name, layer in self.layers.items():
+            # each rank has seen its own tokens of the step: sum before the root, and all ranks choose alike
+            if dist.is_available() and dist.is_initialized():
+                dist.all_reduce(layer.sumsq)
             self.norms[name] += layer.sumsq.sqrt()
             layer.sumsq = None
         if step < self.start + self.window - 1:

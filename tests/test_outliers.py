@@ -42,14 +42,36 @@ def test_norms_of_the_whole_step_do_not_depend_on_micro_batches():
     micro-batch and channel 1 spreads three quarters of it over four: sums of micro-batch norms rank
     them the wrong way round.
     """
-    x = torch.zeros(4, 8, 64)
-    x[0, :, 0] = 4.0
-    x[:, :, 1] = 1.5
+    x = uneven_tokens()
     whole, split = layer(outliers=1), layer(outliers=1)
     calibrate(whole, [[x.flatten(0, 1)]])
     calibrate(split, [list(x)])
     assert whole.channels.tolist() == split.channels.tolist() == [0]
     assert x[:, :, 1].norm(dim=1).sum() > x[:, :, 0].norm(dim=1).sum()
+
+
+def calibrate_rank(rank: int, world: int, folder: str):
+    """ One of `world` processes: sees its share of the tokens, writes the channels that it chose. """
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    lin = layer(outliers=1)
+    calibrate(lin, [[uneven_tokens().chunk(world)[rank].flatten(0, 1)]])
+    torch.save(lin.channels, f"{folder}/channels{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def uneven_tokens() -> torch.Tensor:
+    """ (4, 8, 64): channel 0 is loud in the first quarter only, channel 1 less so and everywhere. """
+    x = torch.zeros(4, 8, 64)
+    x[0, :, 0] = 4.0
+    x[:, :, 1] = 1.5
+    return x
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch was built without torch.distributed")
+def test_ranks_choose_what_one_process_would(tmp_path):
+    """ Catches: ranks that choose by their own tokens alone, so that the second one would take channel 1. """
+    torch.multiprocessing.spawn(calibrate_rank, (2, str(tmp_path)), nprocs=2)
+    assert [torch.load(tmp_path / f"channels{rank}.pt").tolist() for rank in (0, 1)] == [[0], [0]]
 
 
 def test_norms_and_not_energies_are_summed_over_steps():
