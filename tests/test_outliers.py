@@ -52,7 +52,8 @@ def test_norms_of_the_whole_step_do_not_depend_on_micro_batches():
 
 def calibrate_rank(rank: int, world: int, folder: str):
     """ One of `world` processes: sees its share of the tokens, writes the channels that it chose. """
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank,
+                                         world_size=world)
     lin = layer(outliers=1)
     calibrate(lin, [[uneven_tokens().chunk(world)[rank].flatten(0, 1)]])
     torch.save(lin.channels, f"{folder}/channels{rank}.pt")
