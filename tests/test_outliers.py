@@ -68,7 +68,7 @@ def uneven_tokens() -> torch.Tensor:
     return x
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch was built without torch.distributed")
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 def test_ranks_choose_what_one_process_would(tmp_path):
     """ Catches: ranks that choose by their own tokens alone, so that the second one would take channel 1. """
     torch.multiprocessing.spawn(calibrate_rank, (2, str(tmp_path)), nprocs=2)
