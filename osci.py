@@ -38,13 +38,13 @@ What this file leaves out: when in a run windows lie (config.py), and how weight
 Letters used for shapes: N, K output and input features of a layer, n tracked weights in each row.
 """
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant import E2M1, E8M0_SMALLEST, TENSOR, Quantized, QuantLinear, decode, encode, quantize
+from quant import E2M1, E8M0_SMALLEST, TENSOR, Quantized, QuantLinear, decode, grid_value, quantize
 
 MODES = ("full", "topk", "edge")
 NEAR = 0.1       # of the gap: how close to a threshold a weight must be to count as near it in the report
@@ -53,7 +53,6 @@ EDGE = 0.005     # of the gap: mode edge resets what is closer; the release's "b
 _VALUES = decode(torch.arange(8, dtype=torch.uint8), E2M1).tolist()
 # the seven rounding thresholds .25 .75 1.25 1.75 2.5 3.5 5, each with the gap between its two grid values
 THRESHOLDS = [((low + high) / 2, high - low) for low, high in zip(_VALUES, _VALUES[1:])]
-_ONE = int(encode(torch.ones(1), E2M1))      # the code of 1
 
 
 # -----------------------------------------------------------------------------
@@ -72,19 +71,10 @@ def level(code: Tensor) -> Tensor:
     return torch.where(code >= 8, -magnitude, magnitude)
 
 
-def grid_value(code: Tensor) -> Tensor:
-    """ E2M1 codes -> float32 grid values with sign. """
-    magnitude = decode(code & 7, E2M1)
-    return torch.where(code >= 8, -magnitude, magnitude)
-
-
 def full_scale(q: Quantized) -> Tensor:
     """ Inner times outer scale, for each weight, (N, K). """
-    op, (rows, columns), (N, K) = q.operand, q.operand.block, q.code.shape
-    # the inner scales, read as those of a smaller matrix in blocks of one that holds ones, are its values
-    op = replace(op, block=(1, 1), outer=op.outer // columns if op.outer > 0 else op.outer)
-    scale = Quantized(torch.full_like(q.inner, _ONE), q.inner, q.outer, op).dequantize()
-    return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:N, :K]
+    (rows, columns), (N, K) = q.operand.block, q.code.shape
+    return q.scale().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:N, :K]
 
 
 def code_units(w: Tensor, q: Quantized) -> Tensor:
@@ -211,7 +201,8 @@ class Window:
         # the two distances
         code, last = self.take(q.code), self.flags & 15
         last_scale = full_scale(Quantized(q.code, self.inner, self.outer, q.operand))
-        dist_q = grid_value(code) * self.take(full_scale(q)) - grid_value(last) * self.take(last_scale)
+        value, last_value = grid_value(code, q.operand), grid_value(last, q.operand)
+        dist_q = value * self.take(full_scale(q)) - last_value * self.take(last_scale)
         dist_m = self.take(w) - self.w
         self.excess += dist_q.abs() - tau * dist_m.abs()
 

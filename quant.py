@@ -318,19 +318,28 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """ The values, float32, shape of the input. """
-        op, grid = self.operand, GRIDS[self.operand.grid]
-        sign_bit = 3 if op.grid == "e2m1" else 7
-        magnitude = decode(self.code & (1 << sign_bit) - 1, grid)
-        value = torch.where(self.code >> sign_bit != 0, -magnitude, magnitude)
-        blocks = _to_blocks(_rows(value), op)
-        scale = _full_scale(_scale_value(self.inner, op), self.outer, op)
-        return _from_blocks(blocks * scale[:, None, :, None], value.shape)
+        blocks = _to_blocks(_rows(grid_value(self.code, self.operand)), self.operand)
+        return _from_blocks(blocks * self.scale()[:, None, :, None], self.code.shape)
+
+    def scale(self) -> Tensor:
+        """ Inner times outer scale of each block, float32, shape of inner. """
+        return _full_scale(_scale_value(self.inner, self.operand), self.outer, self.operand)
 
     def bits_per_value(self) -> float:
         """ Storage, all scales counted: 4.75 for the double block on whole blocks. """
         element = 4 if self.operand.grid == "e2m1" else 8
         outer = 0 if self.outer is None else 32 * self.outer.numel()
         return element + (8 * self.inner.numel() + outer) / max(1, self.code.numel())
+
+
+def _sign_bit(op: Operand) -> int:
+    return 3 if op.grid == "e2m1" else 7
+
+
+def grid_value(code: Tensor, op: Operand) -> Tensor:
+    """ Codes with their sign bit, any shape -> grid values with sign, float32. """
+    magnitude = decode(code & (1 << _sign_bit(op)) - 1, GRIDS[op.grid])
+    return torch.where(code >> _sign_bit(op) != 0, -magnitude, magnitude)
 
 
 def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quantized:
@@ -359,7 +368,7 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
     """
     c, inner, outer = _round(x, operand, noise)
     grid = GRIDS[operand.grid]
-    sign = torch.signbit(x).to(torch.uint8) << (3 if operand.grid == "e2m1" else 7)
+    sign = torch.signbit(x).to(torch.uint8) << _sign_bit(operand)
     # a NaN lies in a block whose scale is NaN: any code will do, but on every device the same
     return Quantized(
         encode(c.abs().nan_to_num_(0.0), grid) | sign, _scale_byte(inner, operand), outer, operand)
@@ -653,8 +662,7 @@ def linear_forward(
     if split:
         x8, w8 = (fake_quantize(t[:, channels], r.outlier) if op else t[:, channels].to(dtype)
                   for t, op in ((x, r.y_x), (weight, r.y_w)))
-        y = (_gemm(x_hat, w_hat, r.outlier, torch.float32)
-             + _gemm(x8, w8, r.outlier, torch.float32)).to(dtype)
+        y = (_gemm(x_hat, w_hat, True, torch.float32) + _gemm(x8, w8, True, torch.float32)).to(dtype)
     else:
         y = _gemm(x_hat, w_hat, bool(r.y_x or r.y_w), dtype)
     if not save:
@@ -664,8 +672,9 @@ def linear_forward(
     # and only they are kept: on hardware that is 4.75 bits a value instead of 16.
     # Here it is the same order in float32.
     # Q4: the whole weight, outlier channels included, is FP4 in dX
-    w_back = weight.to(dtype)
-    if r.dx_w and r.align:
+    if not (r.dx_w and r.align):
+        w_back = weight.to(dtype)
+    else:
         w_back = w_hat.float().index_copy(1, channels, w8.float()) if split else w_hat
     dx_w = draws.rotate(_transpose(w_back), _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
     dx_w = draws.round(dx_w, 4, dx_w.dtype)

@@ -256,7 +256,8 @@ def test_topk_is_not_skewed():
     assert abs(below - 0.5) < error
 
     # the released rule, for comparison: four fifths of what it tracks rounds to 2 or 4
-    value, width = osci.grid_value(q.code).abs(), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.5, 2.0])
+    value = osci.grid_value(q.code, q.operand).abs()
+    width = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.5, 2.0])
     score = (y - value).abs() / width[q.code.long() & 7]
     released = score.flatten().topk(n).indices
     assert (shares(y.flatten()[released]) - population).abs().max() > 5 * error
@@ -433,7 +434,7 @@ def test_a_bad_block_does_not_stop_the_others():
     mask = torch.zeros_like(w, dtype=torch.bool)
     mask[:, ::8] = True
     mask &= w.abs() < w.abs().max()
-    assert osci.grid_value(q.code)[7, 40] == 4.0 and mask[7, 40]
+    assert osci.grid_value(q.code, q.operand)[7, 40] == 4.0 and mask[7, 40]
     done = osci.reset(layer, weight.clone(), q, mask)
     assert not done[7, 32:48].any() and done.sum() == mask.sum() - 2
 
