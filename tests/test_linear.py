@@ -25,15 +25,6 @@ BASE, FULL = RECIPES["tetrajet_base"], RECIPES["tetrajet_full"]
 CHANNELS = torch.tensor([1, 4, 7, 16, 17])      # not a multiple of 32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """ The tensors are small: on a busy machine a second thread costs far more than it brings. """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

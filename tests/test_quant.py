@@ -57,15 +57,6 @@ rtn_formats = pytest.mark.parametrize("op", RTN.values(), ids=RTN)
 formats = pytest.mark.parametrize("op", FORMATS.values(), ids=FORMATS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """ The tensors are small: on a busy machine a second thread costs far more than it brings. """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
