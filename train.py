@@ -167,12 +167,13 @@ class Run:
         """ All of the text or, on a full disk, none of it: half a row would be read as another number. """
         path, size = self.folder / name, None
         try:
-            size = path.stat().st_size if path.exists() else 0
             with open(path, "a", encoding="utf-8", errors="replace") as f:
+                size = path.stat().st_size
                 f.write(text)
         except OSError as error:
-            with suppress(OSError):
-                os.truncate(path, size)
+            if size is not None:
+                with suppress(OSError):
+                    os.truncate(path, size)
             if not self.warned:
                 print(f"warning: cannot write {path}: {error.strerror}; the run goes on", file=sys.stderr)
             self.warned = True
@@ -276,9 +277,10 @@ def not_finite(run: Run, model: torch.nn.Module, step: int) -> TrainingError:
 def out_of_memory(cfg: Config) -> str:
     sequences = cfg.batch_tokens // cfg.seq_len
     now = cfg.micro_batch or sequences
-    smaller = [n for n in range(1, now) if sequences % n == 0]
-    cure = f"--micro_batch={smaller[-1]}" if smaller else "a smaller --seq_len"
-    return f"out of memory with {now} sequences of {cfg.seq_len} tokens in a micro-step; type {cure}"
+    smaller = next((n for n in range(now - 1, 0, -1) if sequences % n == 0), 0)
+    cure = f"--micro_batch={smaller}" if smaller else "a smaller --seq_len"
+    return (f"out of memory with {now} sequences of {cfg.seq_len} tokens in a micro-step; type {cure}, "
+            "or train a smaller model")
 
 
 # -----------------------------------------------------------------------------
@@ -401,8 +403,8 @@ def report(run: Run, trainer: Trainer, step: int, seen: dict) -> dict:
     return {f"osci_{name}": osci[name] for name in OSCI}
 
 
-def train(cfg: Config, run: Run, trainer: Trainer):
-    """ The loop. """
+def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
+    """ The loop -> the last row of metrics.csv, None where stop_at ended it. """
     model, corpus = trainer.model, trainer.corpus
     first = trainer.step
     saved = True
@@ -552,6 +554,12 @@ def main(argv: list[str]):
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1)
+    except RuntimeError as error:
+        # the CPU's allocator has no exception of its own
+        if "can't allocate memory" not in str(error):
+            raise
+        print(f"error: {out_of_memory(cfg)}", file=sys.stderr)
+        raise SystemExit(2)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr)
         raise SystemExit(130)
