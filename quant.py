@@ -66,7 +66,7 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
     Round magnitudes to a grid.
 
     in    y      float32 >= 0, any shape
-          noise  uniform in [0, 1), same shape: stochastic rounding, E[out] = y for y <= grid.max
+          noise  uniform in (0, 1), same shape: stochastic rounding, E[out] = y for y <= grid.max
           up     the smallest grid value that is not below y, instead of the nearest
     out   float32, values of the grid, saturated at grid.max
 
@@ -78,7 +78,8 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
     gap = binade(y).clamp_(min=2.0**grid.emin).mul_(2.0**-grid.mbits)      # distance between neighbours at y
     n = y / gap                                                            # exact: gap is a power of two
     if noise is not None:
-        n = n.add_(noise).floor_()
+        # floor(n + noise), written as the rounding of n + (noise - 1/2), which a GPU does in one addition less
+        n = n.add_(noise - 0.5).round_()
     elif up:
         n = n.ceil_()
     else:
@@ -181,19 +182,20 @@ def random_words(n: int, counter: Tensor, layer: int, stream: int) -> list[Tenso
 
 def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) -> Tensor:
     """
-    Noise for stochastic rounding -> float32 (M, K), values (k + 1/2) / 2^16.
+    Noise for stochastic rounding -> float32 (M, K), values (k + 1/2) / 2^15, k of 15 bits.
 
     Eight values share one Philox call, 16 bits each, low half of a word first; a row starts with a fresh
-    group. The half centres the 65,536 levels in [0, 1), so each chance of rounding up is right to 2^-17, too
-    large as often as too small; a value closer than 2^-17 of a gap to its lower neighbour never leaves it.
+    group. The lowest bit is set instead of drawn, which centres the 32,768 levels in [0, 1), so each chance
+    of rounding up is right to 2^-16, too large as often as too small; a value closer than 2^-16 of a gap to
+    its lower neighbour never leaves it.
     """
     M, K = shape
     groups = -(-K // 8)
     noise = torch.empty(M * groups, 4, 2, device=counter.device)
     for i, word in enumerate(random_words(M * groups, counter, layer, stream)):
-        noise[:, i, 0] = word & 0xFFFF
-        noise[:, i, 1] = word >> 16
-    return noise.add_(0.5).mul_(2.0**-16).view(M, groups * 8)[:, :K]
+        noise[:, i, 0] = word & 0xFFFF | 1
+        noise[:, i, 1] = word >> 16 | 1
+    return noise.mul_(2.0**-16).view(M, groups * 8)[:, :K]
 
 
 def random_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
@@ -348,7 +350,7 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
 
     in    x        (..., K) any float dtype; leading axes count as rows. Blocks run along the last axis
           operand  the format; its hadamard field is the linear's business and is ignored here
-          noise    uniform in [0, 1), shape of x, for operand.rounding == "sr";
+          noise    uniform in (0, 1), shape of x, for operand.rounding == "sr";
                    without it, torch's generator draws
     out   Quantized
 
@@ -392,7 +394,7 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
         raise ValueError(f"noise has the shape of x, {list(x.shape)}, not {list(noise.shape)}")
     x = x.detach()
     if op.stochastic and noise is None:
-        noise = torch.rand(x.shape, device=x.device)
+        noise = torch.randint(2**15, x.shape, device=x.device).add(0.5).mul(2.0**-15)
     if not op.stochastic and noise is not None:
         raise ValueError("noise is for stochastic rounding: "
                          "set rounding='sr' in the Operand or leave noise out")
