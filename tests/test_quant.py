@@ -216,6 +216,9 @@ def test_golden_nvfp4(name, kind, device):
     rounding, rule = kind.split("_")
     op = Operand(rounding=rounding, rule=rule)
     noise = torch.from_numpy(GOLDEN[f"{name}/u"]).to(device) if op.stochastic else None
+    if op.stochastic:
+        # the golden program rounds magnitudes: there, noise always pushes away from zero
+        noise = torch.where(x < 0, 1 - noise, noise)
     q = quantize(x, op, noise)
     assert torch.equal(q.code.cpu(), golden["code"])
     assert torch.equal(q.inner.cpu(), golden["inner"])
@@ -451,14 +454,15 @@ def test_noise_is_an_argument():
     and a draw that torch's seed does not fix.
     """
     x = randn(8, 128)
-    low, high = torch.zeros_like(x), torch.full_like(x, 1 - 2.0**-24)
-    # towards zero and away from it, but for the values that are on the grid
-    assert (fake_quantize(x, STOCHASTIC, low).abs() <= x.abs() * (1 + 2.0**-22)).all()
-    q = quantize(x, STOCHASTIC, high)
-    assert (q.dequantize().abs() >= x.abs() * (1 - 2.0**-22)).all()
-    # the largest float32 below 1 still does not carry a block's maximum beyond
-    # the grid, into the sign bit of its code
-    assert torch.equal(q.code >> 3 != 0, x.signbit())
+    low, high = torch.full_like(x, 2.0**-16), torch.full_like(x, 1 - 2.0**-16)
+    # down and up along the number line, but for the values that are on the grid or within the noise's step
+    down, up = quantize(x, STOCHASTIC, low), quantize(x, STOCHASTIC, high)
+    near = full_scale(x, STOCHASTIC) * 2.0**-14
+    assert (down.dequantize() <= x + near).all() and (up.dequantize() >= x - near).all()
+    assert (down.code != up.code).float().mean() > 0.9
+    # the noise next to 0 and next to 1 does not carry a block's maximum beyond the grid
+    for q in (down, up):
+        assert torch.equal(q.code >> 3 != 0, x.signbit())
     with pytest.raises(ValueError, match="stochastic"):
         fake_quantize(x, NEAREST, low)
     for wrong in (low[:1], low.view(16, 64), low.flatten()):
@@ -807,11 +811,11 @@ def test_the_released_rule_is_biased():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("counter, key, expected", (
-    # kat_vectors of Random123, philox4x32 with 10 rounds
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    # kat_vectors of Random123, philox4x32 with 7 rounds
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+     (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
 ))
 def test_philox_known_answers(counter, key, expected, device):
     """ Catches a signed shift, a product cut to 32 bits, and a round too few. """
@@ -885,8 +889,8 @@ def test_random_signs_are_bits_of_the_words():
 
 
 def rounding_error(x: Tensor, state: Tensor, layer: int, stream: int) -> Tensor:
-    """ Of the magnitudes, which is what the noise acts on. """
-    return fake_quantize(x, STOCHASTIC, uniform(x.shape, state, layer, stream)).abs() - x.abs()
+    """ With its sign: the noise pushes along the number line. """
+    return fake_quantize(x, STOCHASTIC, uniform(x.shape, state, layer, stream)) - x
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
