@@ -57,16 +57,17 @@ E2M1, E4M3 = GRIDS["e2m1"], GRIDS["e4m3"]
 
 
 def binade(y: Tensor) -> Tensor:
-    """ 2^floor(log2 y) for float32 y >= 0, by masking the mantissa away; 0 for zero and for subnormals. """
+    """ 2^floor(log2 |y|) for float32 y, by masking sign and mantissa away; 0 for zero and for subnormals. """
     return (y.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool = False) -> Tensor:
     """
-    Round magnitudes to a grid.
+    Round to a grid.
 
-    in    y      float32 >= 0, any shape
-          noise  uniform in (0, 1), same shape: stochastic rounding, E[out] = y for y <= grid.max
+    in    y      float32, any shape
+          noise  uniform in [0, 1), same shape: stochastic rounding, E[out] = y for |y| <= grid.max. So much
+                 of a gap is added to the signed value, and the sum is rounded down
           up     the smallest grid value that is not below y, instead of the nearest
     out   float32, values of the grid, saturated at grid.max
 
@@ -74,19 +75,20 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
         .25 -> 0   .75 -> 1   1.25 -> 1   1.75 -> 2   2.5 -> 2   3.5 -> 4   5 -> 4
     edges  NaN stays NaN
     """
-    y = y.clamp(max=grid.max)
+    y = y.clamp(-grid.max, grid.max)
     gap = binade(y).clamp_(min=2.0**grid.emin).mul_(2.0**-grid.mbits)      # distance between neighbours at y
     n = y / gap                                                            # exact: gap is a power of two
     if noise is not None:
-        # floor(n + noise), written as the rounding of n + (noise - 1/2), which a GPU does in one addition less
-        n = n.add_(noise - 0.5).round_()
+        # the 128 rounds n and noise to 2^-16, and lets a GPU make noise out of bits in one step;
+        # noise below 1 must not become 1
+        n = n.add_(noise.add(128.0).clamp_(max=129 - 2.0**-16)).floor_().sub_(128.0)
     elif up:
         n = n.ceil_()
     else:
         # half to even, and even n is even code
         n = n.round_()
     # again, since noise next to 1 may carry the largest value one step further
-    return n.mul_(gap).clamp_(max=grid.max)
+    return n.mul_(gap).clamp_(-grid.max, grid.max)
 
 
 def encode(value: Tensor, grid: Grid) -> Tensor:
@@ -182,19 +184,19 @@ def random_words(n: int, counter: Tensor, layer: int, stream: int) -> list[Tenso
 
 def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) -> Tensor:
     """
-    Noise for stochastic rounding -> float32 (M, K), values (k + 1/2) / 2^15, k of 15 bits.
+    Noise for stochastic rounding -> float32 (M, K), values k / 2^16, k of 16 bits.
 
     Eight values share one Philox call, 16 bits each, low half of a word first; a row starts with a fresh
-    group. The lowest bit is set instead of drawn, which centres the 32,768 levels in [0, 1), so each chance
-    of rounding up is right to 2^-16, too large as often as too small; a value closer than 2^-16 of a gap to
-    its lower neighbour never leaves it.
+    group. With that, a value is rounded up with the probability that it should be, rounded to 2^-16: never
+    where it should not at all, and too often by as much as too rarely. A value closer than 2^-17 of a gap to
+    a neighbour always goes there.
     """
     M, K = shape
     groups = -(-K // 8)
     noise = torch.empty(M * groups, 4, 2, device=counter.device)
     for i, word in enumerate(random_words(M * groups, counter, layer, stream)):
-        noise[:, i, 0] = word & 0xFFFF | 1
-        noise[:, i, 1] = word >> 16 | 1
+        noise[:, i, 0] = word & 0xFFFF
+        noise[:, i, 1] = word >> 16
     return noise.mul_(2.0**-16).view(M, groups * 8)[:, :K]
 
 
@@ -350,8 +352,8 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
 
     in    x        (..., K) any float dtype; leading axes count as rows. Blocks run along the last axis
           operand  the format; its hadamard field is the linear's business and is ignored here
-          noise    uniform in (0, 1), shape of x, for operand.rounding == "sr": noise - 1/2 of a gap is
-                   added to the signed value before it is rounded to nearest;
+          noise    uniform in [0, 1), shape of x, for operand.rounding == "sr": so much of a gap is added
+                   to the signed value before it is rounded down;
                    without it, torch's generator draws
     out   Quantized
 
@@ -395,7 +397,7 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
         raise ValueError(f"noise has the shape of x, {list(x.shape)}, not {list(noise.shape)}")
     x = x.detach()
     if op.stochastic and noise is None:
-        noise = torch.randint(2**15, x.shape, device=x.device).add(0.5).mul(2.0**-15)
+        noise = torch.randint(2**16, x.shape, device=x.device).mul(2.0**-16)
     if not op.stochastic and noise is not None:
         raise ValueError("noise is for stochastic rounding: "
                          "set rounding='sr' in the Operand or leave noise out")
@@ -409,11 +411,10 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     scale = _full_scale(inner, outer, op)
     # (R, C): one exact division per block
     inv_scale = torch.where(scale > E8M0_SMALLEST, 1.0 / scale, 0.0)
-    y = mag.mul_(inv_scale[:, None, :, None])
+    y = torch.mul(blocks, inv_scale[:, None, :, None], out=mag)
     if noise is not None:
-        # the noise pushes along the number line, so below zero it pulls a magnitude down
         noise = _to_blocks(noise.reshape(flat.shape), op)
-        noise = torch.where(blocks < 0, 1.0 - noise, noise)
+    # what rounds to zero keeps its sign
     c = round_to_grid(y, grid, noise).copysign_(blocks)
     return _from_blocks(c, x.shape), inner, outer
 

@@ -22,8 +22,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant import (DW_SIGNS, DX_SIGNS, E4M3, GRIDS, TENSOR, Counter, Operand, Recipe, decode, encode,
-                   fake_quantize, hadamard, pack, philox, quantize, random_signs, random_words,
+from quant import (DW_SIGNS, DX_SIGNS, E4M3, GRIDS, TENSOR, Counter, Operand, Quantized, Recipe, decode,
+                   encode, fake_quantize, hadamard, pack, philox, quantize, random_signs, random_words,
                    round_to_grid, uniform, unpack)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC, TETRAJET_BASE
 
@@ -87,6 +87,11 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def is_nan_byte(inner: Tensor, op: Operand) -> Tensor:
     return inner == (0xFF if op.scale == "e8m0" else 0x7F)
+
+
+def full_scale_of(q: Quantized) -> Tensor:
+    """ The scale of each value, float32, shape of the codes; 1xn blocks. """
+    return q.scale().repeat_interleave(q.operand.block[1], 1)[:, : q.code.shape[1]]
 
 
 def full_scale(x: Tensor, op: Operand) -> Tensor:
@@ -217,14 +222,22 @@ def test_golden_nvfp4(name, kind, device):
     op = Operand(rounding=rounding, rule=rule)
     noise = torch.from_numpy(GOLDEN[f"{name}/u"]).to(device) if op.stochastic else None
     if op.stochastic:
-        # the golden program rounds magnitudes: there, noise always pushes away from zero
-        noise = torch.where(x < 0, 1 - noise, noise)
+        # the golden program rounds magnitudes, so that its noise always pushes away from zero
+        noise = torch.where(x < 0, 1 - 2.0**-24 - noise, noise)
     q = quantize(x, op, noise)
-    assert torch.equal(q.code.cpu(), golden["code"])
     assert torch.equal(q.inner.cpu(), golden["inner"])
     assert same(q.outer.cpu(), golden["outer"])
-    assert same(q.dequantize().cpu(), golden["value"])
-    assert same(fake_quantize(x, op, noise).cpu(), golden["value"])
+    equal = q.code.cpu() == golden["code"]
+    if op.stochastic:
+        # its noise has 24 bits and ours 16: they may disagree where the sum is that close to a whole gap
+        y = (x.abs() / full_scale_of(q)).cpu().double()
+        gap = 2.0 ** y.clamp(1, 6).log2().floor() / 2
+        total = y / gap + torch.from_numpy(GOLDEN[f"{name}/u"]).double()
+        equal |= (total - total.round()).abs() < 2.0**-15
+    assert equal.all() and (q.code.cpu() != golden["code"]).sum() <= 3
+    value = torch.where(q.code.cpu() == golden["code"], golden["value"], q.dequantize().cpu())
+    assert same(q.dequantize().cpu(), value)
+    assert same(fake_quantize(x, op, noise).cpu(), value)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -454,7 +467,7 @@ def test_noise_is_an_argument():
     and a draw that torch's seed does not fix.
     """
     x = randn(8, 128)
-    low, high = torch.full_like(x, 2.0**-16), torch.full_like(x, 1 - 2.0**-16)
+    low, high = torch.zeros_like(x), torch.full_like(x, 1 - 2.0**-24)
     # down and up along the number line, but for the values that are on the grid or within the noise's step
     down, up = quantize(x, STOCHASTIC, low), quantize(x, STOCHASTIC, high)
     near = full_scale(x, STOCHASTIC) * 2.0**-14
@@ -709,8 +722,8 @@ def test_stochastic_rounding_per_binade():
         if lo[i] == hi[i]:
             continue
         p = float((abs(v) - lo[i]) / (hi[i] - lo[i]))
-        # four standard deviations, and the noise has 2^15 levels
-        assert abs((draws == hi[i]).double().mean() - p) < 4 * math.sqrt(p * (1 - p) / n) + 2.0**-16
+        # four standard deviations, and the noise has 2^16 levels
+        assert abs((draws == hi[i]).double().mean() - p) < 4 * math.sqrt(p * (1 - p) / n) + 2.0**-17
 
 
 def draws(x: Tensor, op: Operand, n: int, step: int = 0) -> Tensor:
@@ -738,8 +751,8 @@ def test_mean_of_stochastic_rounding_is_the_value(rule):
     assert (mean - x.double()).abs().max() < 2.0**-21 * x.abs().max()
     scale = full_scale(x, op).double()
     error = draws(x, op, n).mean(0) - x.double()
-    # five standard deviations for each of 1024 values, the noise's 2^15 levels, and float32
-    assert (error.abs() <= 5 * (variance / n).sqrt() + 2.0**-15 * scale + 2.0**-21 * x.double().abs()).all()
+    # five standard deviations for each of 1024 values, the noise's 2^16 levels, and float32
+    assert (error.abs() <= 5 * (variance / n).sqrt() + 2.0**-16 * scale + 2.0**-21 * x.double().abs()).all()
     # and the errors are as large as they should be
     noisy = variance > 1e-4 * scale.square()
     z2 = (error.square() / (variance / n))[noisy]
@@ -757,7 +770,7 @@ def test_small_blocks_stay_unbiased():
         mean = draws(x, replace(STOCHASTIC, rule=rule), n)[..., 16:].mean()
         scale = 2.0**-9 / 2688 * (17 / 16 if rule == "17/16" else 1)
         p = 1e-7 / (scale / 2)
-        assert abs(mean - 1e-7) < 4 * scale / 2 * math.sqrt(p * (1 - p) / (n * 112)) + scale * 2.0**-16
+        assert abs(mean - 1e-7) < 4 * scale / 2 * math.sqrt(p * (1 - p) / (n * 112)) + scale * 2.0**-17
 
 
 def test_error_of_the_mean_falls_as_one_over_root_n():
@@ -787,7 +800,7 @@ def test_the_released_rule_is_biased():
     x = randn(8, 128)
     mean, variance = exact_mean_and_variance(x, op)
     error = draws(x, op, n).mean(0) - mean
-    assert (error.abs() <= 5 * (variance / n).sqrt() + 2.0**-15 * full_scale(x, op)).all()
+    assert (error.abs() <= 5 * (variance / n).sqrt() + 2.0**-16 * full_scale(x, op)).all()
 
     x = randn(2048, 1024, seed=1).double()
     mean = exact_mean_and_variance(x.float(), op)[0]
@@ -852,7 +865,7 @@ def test_uniform_is_addressed_by_row_and_column(shape):
         for c in range(shape[1]):
             word = words[r * groups + c // 8, c % 8 // 2].item()
             half = word >> 16 if c % 2 else word & 0xFFFF
-            assert got[r, c].item() == (half | 1) / 65536
+            assert got[r, c].item() == half / 65536
     # a ragged row is a whole one, cut
     assert same(got, uniform((shape[0], groups * 8), state, 7, 5)[:, : shape[1]].contiguous())
 
@@ -861,12 +874,12 @@ def test_uniform_is_uniform():
     """ Catches 1.0 (it would round grid values up), a level that never comes, and a mean that is not 1/2. """
     n = 1 << 19
     u = uniform((n >> 10, 1 << 10), address(3), 2, 6).flatten().double()
-    assert u.min() >= 2.0**-16 and u.max() <= 1 - 2.0**-16
-    assert torch.equal(u * 32768 - 0.5, (u * 32768).floor())
+    assert u.min() == 0 and u.max() == 1 - 2.0**-16
+    assert torch.equal(u * 65536, (u * 65536).floor())
     assert abs(u.mean() - 0.5) < 4 * math.sqrt(1 / 12 / n)
     # counts of the upper and of the lower eight bits: chi-square with 255 degrees of freedom
-    level = (u * 32768).long()
-    for bits in (level >> 7, level & 255):
+    level = (u * 65536).long()
+    for bits in (level >> 8, level & 255):
         chi2 = (torch.bincount(bits, minlength=256) - n / 256).square().sum() / (n / 256)
         assert abs(chi2 - 255) < 5 * math.sqrt(2 * 255)
     # neighbours in a row, in a word and in a group
