@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from osci import OsciReset, Report, full_scale, level, max_in_block, rounded_weight, safe_to_write
-from quant import E2M1, E8M0_SMALLEST, Operand, Quantized, QuantLinear, encode, grid_value, round_to_grid
+from quant import E2M1, E8M0_SMALLEST, Quantized, QuantLinear, encode, grid_value, round_to_grid
 
 
 def cosine(first: float, last: float, progress: float) -> float:
@@ -140,11 +140,10 @@ def stand_in(w: Tensor, q: Quantized, code: Tensor) -> tuple[Tensor, Tensor]:
     lose its scale; and where safe_to_write() finds that another code or a scale would move.
     """
     rows, columns = q.operand.block
-    mag, grid = w.abs(), Operand()
-    differs = code != q.code
+    mag, differs = w.abs(), code != q.code
     largest = max_in_block(mag, rows, columns)
     differs &= ~((mag == largest) & (code < q.code))
-    value = grid_value(code & 7, grid) * full_scale(q)
+    value = grid_value(code & 7, q.operand) * full_scale(q)
     # 6 may lie beyond the largest weight of the block, which itself rounds to 6: then that one's magnitude
     # will do, and nothing that a scale is made from becomes larger
     value = torch.where(max_in_block(q.code & 7, rows, columns) == 7, torch.minimum(value, largest), value)
@@ -328,22 +327,21 @@ class Dampen(Remedy):
         self.steps, self.strength = steps, strength
 
     @staticmethod
-    def distance(layer: QuantLinear) -> tuple[Tensor, Tensor]:
-        """ clip(w) - Q(w), (N, K), and where w is not clipped. Outlier columns are zero. """
+    def distance(layer: QuantLinear) -> Tensor:
+        """ clip(w) - Q(w), (N, K): 0 where w is clipped, as Q(w) is the bound there; outlier columns 0. """
         w, q = rounded_weight(layer)
         bound = E2M1.max * full_scale(q)
-        return w.clamp(-bound, bound) - q.dequantize(), w.abs() <= bound
+        return w.clamp(-bound, bound) - q.dequantize()
 
     @torch.no_grad()
     def add_gradient(self, step: int):
-        """ Add the penalty's gradient at optimizer step `step`: 2 strength (w - Q(w)), 0 where clipped. """
+        """ Add the penalty's gradient at optimizer step `step`: 2 strength (clip(w) - Q(w)). """
         if step < self.start:
             return
         progress = min(1.0, (step - self.start) / max(1, self.steps - 1 - self.start))
         strength = cosine(0.0, self.strength, progress)
         for layer in self.layers.values():
-            distance, inside = self.distance(layer)
-            layer.weight.grad += torch.where(inside, distance * (2 * strength), 0.0).to(layer.weight.dtype)
+            layer.weight.grad += self.distance(layer) * (2 * strength)
 
     def act(self, layer: QuantLinear, kept: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        return {"penalty": self.distance(layer)[0].square().sum()}
+        return {"penalty": self.distance(layer).square().sum()}

@@ -19,8 +19,8 @@ from osci import full_scale, level, rounded_weight
 from quant import E2M1, Operand, QuantLinear, Recipe, decode, fake_quantize, quantize, quantizers_off
 from recipes import RECIPES
 from remedies import Dampen, Freeze, QEma, ema_code, stand_in
-from test_osci import (BASE, KINDS, OPERANDS, SCHEDULE, WINDOW, Ops, adversarial, in_units, linear, model, play,
-                       same, walk)
+from test_osci import (BASE, KINDS, OPERANDS, SCHEDULE, WINDOW, Ops, adversarial, in_units, linear, model,
+                       play, same, walk)
 from test_train import WINDOWS, assert_same, go, last_state, learned, shards, tiny  # noqa: F401 (fixtures)
 
 GRID = decode(torch.arange(8, dtype=torch.uint8), E2M1).double()
@@ -60,7 +60,7 @@ def test_which_neighbour(y, mean, expected):
 
 
 def by_hand(w, mean, q):
-    """ The definition in float64: (N, K) grid values in code units, without sign; how clear the choice was. """
+    """ The definition in float64: (N, K) grid values in code units, without sign; which were clear. """
     scale = full_scale(q).double()
     y = torch.where(scale > 2.0**-127, w.double().abs() / scale, 0.0)
     y_mean = torch.where(scale > 2.0**-127, mean.double() * torch.where(w < 0, -1, 1) / scale, 0.0)
@@ -70,14 +70,14 @@ def by_hand(w, mean, q):
     return torch.where((y_mean - low).abs() < (y_mean - high).abs(), low, high), clear
 
 
-@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("name", [*OPERANDS, "up"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stand_in_has_the_codes_and_the_scales(kind, name):
     """
     Catches: a stand-in that lifts a block's largest weight or lowers it, so that its own scale, or by an ulp
     the outer one, is another; codes that rounding the stand-in does not give.
     """
-    op = OPERANDS[name]
+    op = (OPERANDS | {"up": Operand(rule="up")})[name]
     w = adversarial(kind, op)
     q = quantize(w, op)
     g = torch.Generator().manual_seed(2)
@@ -226,7 +226,7 @@ def test_what_q_ema_reports():
 
 
 def freeze_by_hand(weights, op, thresholds):
-    """ The paper's algorithm in float64, on weights that freezing does not change -> frozen at step, target. """
+    """ The paper's algorithm in float64, on weights that freezing does not change -> when frozen, and at. """
     now = torch.stack([level(quantize(w, op).code) for w in weights]).long()
     N, K = now.shape[1:]
     steps, targets = torch.full((N, K), -1), torch.zeros(N, K)
@@ -314,6 +314,29 @@ def test_a_block_does_not_shrink():
             seen = remedy.act(layer, kept, step)
         assert (int(seen["held"]), int(seen["refused"])) == (2, 1)
         assert layer.weight.data[0, [0, 15]].tolist() == [1.0, 6.0]
+
+
+def test_a_coarse_scale_holds_too():
+    """
+    Catches: only largest weights with another code guarded. This one sits on 4 of a scale of 1.6 steps of
+    2^-9, rounded to 2: written as 4 of these, the scale would be 1.33 steps, rounded to 1.
+    """
+    w = torch.zeros(1, 128)
+    w[0, 0], w[0, 20], w[0, 21] = 1.0, 1.6 * 2.0**-9 / 448, -0.5 * 2.0**-9 / 448
+    layer = linear(w)
+    remedy = Freeze({"a": layer}, 0, 100, 50, steps=100)
+    remedy.after_step(0)
+    kept = remedy.kept["a"]
+    assert kept["level"][0, [0, 20]].tolist() == [7, 6]
+    before = quantize(w, BASE.y_w)
+    kept["frozen"][0, 20] = True
+    kept["target"].copy_(kept["level"])
+    for step in range(1, 4):
+        with torch.no_grad():
+            seen = remedy.act(layer, kept, step)
+        after = quantize(layer.weight.detach(), BASE.y_w)
+        assert torch.equal(after.inner, before.inner) and torch.equal(after.code, before.code)
+        assert (int(seen["held"]), int(seen["refused"])) == (1, 1) and same(layer.weight.data, w)
 
 
 def test_the_threshold_falls_from_a_tenth():
@@ -427,7 +450,7 @@ def journey(layers, remedy, steps):
 @pytest.mark.parametrize("cut", [2, 5, 10, 13, 17])
 @pytest.mark.parametrize("name", REMEDIES)
 def test_ten_and_ten_steps_are_twenty(name, cut):
-    """ Catches: an average, a frequency or a stand-in that a checkpoint forgets, at any phase of the remedy. """
+    """ Catches: an average, a frequency or a stand-in that a checkpoint forgets, at any phase. """
     def start():
         layers = model()
         kind, settings = REMEDIES[name]
@@ -438,15 +461,17 @@ def test_ten_and_ten_steps_are_twenty(name, cut):
     assert list(reports) == [13] and (reports[13].held > 0 or reports[13].penalty > 0)
     first, remedy = start()
     journey(first, remedy, range(cut))
-    file = io.BytesIO()
-    torch.save({"model": {n: m.state_dict() for n, m in first.items()}, "osci": remedy.state_dict()}, file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    saved = {"model": {n: m.state_dict() for n, m in first.items()}, "osci": remedy.state_dict()}
+    if cut % 2:                                      # else the very tensors, which must then be copied
+        file = io.BytesIO()
+        torch.save(saved, file)
+        saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     second, resumed = start()
     for n, layer in second.items():
         layer.load_state_dict(saved["model"][n])
         assert not any("stand_in" in key for key in saved["model"][n])
     resumed.load_state_dict(saved["osci"])
-    journey(first, remedy, range(cut, cut + 2))      # the old run goes on, and must not reach into the new one
+    journey(first, remedy, range(cut, cut + 2))      # the old run must not reach into the new one
     rest = journey(second, resumed, range(cut, 20))
     assert rest == {step: report for step, report in reports.items() if step >= cut}
     assert all(same(second[n].weight.data, straight[n].weight.data) for n in straight)
@@ -525,7 +550,7 @@ Q_EMA = ["--recipe=tetrajet_full", *WINDOWS, "--osci=qema", "--osci_start=0", "-
 
 
 def test_a_checkpoint_of_q_ema_is_evaluated_as_it_was_trained(go, capsys):
-    """ Catches: an evaluation, or a resumed run, that rounds to nearest what was trained with another rule. """
+    """ Catches: an evaluation, or a resumed run, that rounds to nearest what was trained otherwise. """
     straight, printed = go("straight", *Q_EMA)
     go("resumed", *Q_EMA, "--stop_at=15")
     resumed, _ = go("resumed", *Q_EMA)
@@ -540,6 +565,26 @@ def test_a_checkpoint_of_q_ema_is_evaluated_as_it_was_trained(go, capsys):
         if isinstance(layer, QuantLinear):
             layer.stand_in = None
     assert eval.val_losses(net, corpus, cfg)["val_loss_fp4"] != losses["val_loss_fp4"]
+
+
+@pytest.mark.parametrize("change", [
+    dict(kept={}), dict(kept={"blocks.0.attn.qkv": {}}), dict(following=None),
+])
+def test_a_crafted_checkpoint_is_one_line(go, capsys, change):
+    """ Catches: a traceback, or a checkpoint without its averages that is evaluated as if it had them. """
+    folder, _ = go("r", *Q_EMA, "--stop_at=14")
+    path, = folder.glob("ckpt_*.pt")
+    state = torch.load(path, weights_only=True)
+    state["osci"] |= change
+    if change == dict(following=None):
+        del state["osci"]["following"]
+    torch.save(state, path)
+    with pytest.raises(eval.CheckpointError, match="does not fit this program"):
+        eval.load_checkpoint(folder, device="cpu")
+    with pytest.raises(SystemExit) as error:
+        go("r", *Q_EMA)
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize("osci, said", [
