@@ -209,9 +209,9 @@ def test_mistake_on_the_command_line(arg, told):
     (["--osci=qema", "--osci_window=0.005", f"--osci_start={589 / 600}"], "a warm-up of 10 (589 + 10 steps)"),
     (["--osci=qema", "--osci_decay=1"], "osci_decay = 1 keeps the first weights"),
     (["--outlier_log=0.1"], "outlier_frac = 0: type --outlier_log=0, or"),
-    (["--outlier_frac=0.1", "--outlier_log=0.02"], "outlier_window (18 steps) is longer than outlier_log (12"),
+    (["--outlier_frac=0.1", "--outlier_log=0.02"], "(18 steps) is longer than outlier_log (12 steps)"),
     (["--outlier_frac=0.1", "--outlier_log=0.97"],
-     "outlier_start + outlier_log + outlier_window (6 + 582 + 18 steps) exceed steps = 600: type --outlier_log=0"),
+     "outlier_log + outlier_window (6 + 582 + 18 steps) exceed steps = 600: type --outlier_log=0"),
 ])
 def test_flags_that_contradict_each_other(flags, told):
     """ Catches runs that would start and then never do what they were asked for. """

@@ -96,8 +96,8 @@ def trainer_of(shards, *flags) -> train.Trainer:
 @pytest.mark.parametrize("osci", [osci for osci in CHOICES["osci"] if osci not in ("off", "edge")])
 def test_a_step_does_not_wait_for_the_host(shards, osci):
     """ Catches: .item(), a boolean of a tensor, a tensor built from a list, inside the step. """
-    trainer = trainer_of(shards, "--compile=false", f"--osci={osci}",
-                         *(["--osci_start=0", "--osci_period=0.8", "--osci_window=0.7"] if osci == "qema" else []))
+    early = ["--osci_start=0", "--osci_period=0.8", "--osci_window=0.7"] if osci == "qema" else []
+    trainer = trainer_of(shards, "--compile=false", f"--osci={osci}", *early)
     trainer.train_step()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -881,8 +881,9 @@ def test_a_random_subset():
         assert chosen.unique().numel() == chosen.numel() == 30
         times[chosen] += 1
     assert (times - 600).abs().max() < 5 * 20.5 and 15 < times.std() < 27
-    words = torch.stack(random_words(25, address(4, 1999), 7, RESET_CHOICE), dim=-1).flatten().tolist()
-    assert chosen.tolist() == sorted(range(100), key=lambda i: (words[i], i))[:30]
+    words = torch.stack(random_words(1250, address(4), 7, RESET_CHOICE), dim=-1).flatten().tolist()
+    expected = sorted(range(4999), key=lambda i: (words[i], i))[:2000]
+    assert random_subset(4999, 2000, address(4), 7, RESET_CHOICE).tolist() == expected
     assert random_subset(5, 9, address(), 0, 1).sort().values.tolist() == list(range(5))
     assert random_subset(5, 0, address(), 0, 1).tolist() == []
 
