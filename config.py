@@ -78,14 +78,19 @@ class Config:
     recipe: str = "bf16"                # recipes.py: bf16 | tetrajet_base | tetrajet_full | tetrajet_released
     quantizers: str = "1,2,3,4,5,6"     # which of the recipe's quantizers Q1 to Q6 are on; "" = none
     outlier_frac: float = 0.0           # share of each layer's input channels kept in MXFP8; 0 = off
+    outlier_choice: str = "norm"        # norm | random: those of the largest norms, or, as a control, any
     outlier_start: float = 0.01         # fraction of training at which the choice of channels begins
     outlier_window: float = 0.03        # fraction of training over which channels are measured
-    osci: str = "off"                   # off | full | topk | edge: how oscillating weights are found
-    osci_start: float = 0.6             # fraction of training after which they are reset
+    outlier_log: float = 0.0            # fraction of training from one new measurement to the next; 0 = none
+    osci: str = "off"                   # off|watch|full|topk|edge|random|nearest|qema|freeze|dampen
+    osci_start: float = 0.6             # fraction of training after which oscillating weights are dealt with
     osci_period: float = 0.1            # fraction of training from one reset to the next
     osci_window: float = 0.05           # fraction of training, in each period, over which they are tracked
     osci_tau: float = 8.0               # reset a weight that moved tau times as far after rounding as before
     osci_track: float = 0.05            # share of each layer's weights that osci=topk tracks
+    osci_decay: float = 0.9983          # osci=qema: decay per step of the average that decides the rounding
+    osci_threshold: float = 0.01        # osci=freeze: turns per step, on average, that freeze at the end
+    osci_strength: float = 0.1          # osci=dampen: weight of its penalty in the loss at the end
 
     # log
     log_every: int = 20                 # steps from one row of metrics.csv to the next
@@ -277,12 +282,13 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "backend": ("auto", "reference"),
     "schedule": ("cosine", "linear"),
-    "osci": ("off", "full", "topk", "edge"),
+    "outlier_choice": ("norm", "random"),
+    "osci": ("off", "watch", "full", "topk", "edge", "random", "nearest", "qema", "freeze", "dampen"),
 }
 POSITIVE = """n_layer d_model n_head d_ff seq_len rope_theta norm_eps init_std steps batch_tokens lr decay_end
-              adam_eps osci_tau eval_tokens""".split()
-FRACTIONS = """warmup decay_end lr_final outlier_frac outlier_start outlier_window osci_start osci_period
-               osci_window osci_track""".split()
+              adam_eps osci_tau osci_strength eval_tokens""".split()
+FRACTIONS = """warmup decay_end lr_final outlier_frac outlier_start outlier_window outlier_log osci_start
+               osci_period osci_window osci_track osci_decay osci_threshold""".split()
 MOST = {    # a seed fits any counter; what is not listed ends at LARGEST
     "seed": 2**31 - 1, "n_layer": 10_000, "d_model": 2**20, "d_ff": 2**20, "seq_len": 2**20,
     "vocab_size": 2**20, "init_std": 10, "steps": 10**9, "batch_tokens": 2**40, "lr": 10_000, "z_loss": 1000,
@@ -345,25 +351,38 @@ def check_phases(cfg: Config):
     need(cfg.warmup < cfg.decay_end,
          f"warmup = {cfg.warmup} does not end before decay_end = {cfg.decay_end}: type a smaller warmup")
     need(cfg.osci != "topk" or cfg.osci_track > 0, "osci_track = 0 tracks nothing: type a number above 0")
+    need(cfg.osci_decay < 1, "osci_decay = 1 keeps the first weights for ever: type a number below 1")
+    need(cfg.outlier_log == 0 or cfg.outlier_frac > 0,
+         f"outlier_log = {cfg.outlier_log} measures anew the channels of outlier_frac = 0: type "
+         "--outlier_log=0, or an outlier_frac above 0")
     if problem := never(cfg):
         # the first that works of: the default of one knob, of all, more steps, both
         other = {knob: getattr(Config, knob) for knob in WHEN if getattr(cfg, knob) != getattr(Config, knob)}
         cures = [{knob: value} for knob, value in other.items()] + [other]
-        cures += [{"steps": n} for n in range(cfg.steps + 1, 100)] + [other | {"steps": 20}]
+        cures += [{"steps": n} for n in range(cfg.steps + 1, 100)] + [other | {"steps": 30}]
         cure = next(cure for cure in cures if not never(replace(cfg, **cure)))
         raise ConfigError(f"{problem}: type " + " ".join(f"--{knob}={value}" for knob, value in cure.items()))
 
 
-WHEN = ["outlier_start", "outlier_window", "osci_start", "osci_period", "osci_window"]
+WHEN = ["outlier_start", "outlier_window", "outlier_log", "osci_start", "osci_period", "osci_window"]
+EMA_WARMUP = 10    # steps that osci=qema only averages, before the forward pass follows; TetraJet v1's value
 
 
 def never(cfg: Config) -> str:
-    """ Why OutControl or OsciReset is on and would never act, or "". """
-    calibrate, measure, start, period, window = (cfg.in_steps(getattr(cfg, knob)) for knob in WHEN)
+    """ Why OutControl or what osci names is on and would never act, or "". """
+    calibrate, measure, again, start, period, window = (cfg.in_steps(getattr(cfg, knob)) for knob in WHEN)
     if cfg.outlier_frac > 0 and calibrate + measure > cfg.steps:
         return f"outlier_start + outlier_window ({calibrate} + {measure} steps) exceed steps = {cfg.steps}"
+    if cfg.outlier_log > 0 and measure > again:
+        return f"outlier_window ({measure} steps) is longer than outlier_log ({again} steps)"
+    if cfg.outlier_log > 0 and calibrate + again + measure > cfg.steps:
+        return (f"outlier_start + outlier_log + outlier_window ({calibrate} + {again} + {measure} steps) "
+                f"exceed steps = {cfg.steps}")
     if cfg.osci != "off" and window >= period:
         return f"osci_window ({window} steps) fills osci_period ({period} steps)"
     if cfg.osci != "off" and start + window >= cfg.steps:    # a reset follows the step start + window, from 0
         return f"osci_start + osci_window ({start} + {window} steps) must be less than steps = {cfg.steps}"
+    if cfg.osci == "qema" and start + EMA_WARMUP + 1 >= cfg.steps:    # so that one forward pass follows it
+        return (f"osci_start and a warm-up of {EMA_WARMUP} ({start} + {EMA_WARMUP} steps) leave no step of "
+                f"{cfg.steps}")
     return ""

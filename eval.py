@@ -29,6 +29,7 @@ from data import Corpus, DataError, Parser, open_corpus
 from model import GPT
 from quant import Counter, QuantLinear, Recipe, quantizers_off
 from recipes import RECIPES
+from remedies import QEma
 
 CHECKPOINT_FORMAT = 1
 
@@ -165,8 +166,11 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
             expected = build(cfg, vocab, torch.device("meta"), recipe)[0].state_dict()
         if {k: t.shape for k, t in expected.items()} != {k: t.shape for k, t in state["model"].items()}:
             raise ValueError("its weights are not those of its config")
-        model, _, _ = build(cfg, vocab, pick_device(cfg), recipe)
+        model, layers, _ = build(cfg, vocab, pick_device(cfg), recipe)
         model.load_state_dict(state["model"])
+        # the forward pass of such a run rounds by an average that is no part of the model
+        if cfg.osci == "qema" and state["osci"]:
+            QEma.restore(state["osci"], layers)
     except ConfigError:
         raise
     except MISFIT as error:

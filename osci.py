@@ -30,10 +30,11 @@ the weight's last flip), and tells how many of the weights that it reset had fli
             reset at the last step of a window; the release one step later, without that step in its sums
             the release's memory-saving branch does not look at the start step and resets from step 0 on
             the release keeps its sums in globals that no checkpoint holds; here they are in state_dict()
-            a reset that would move a code or an inner scale is refused, see reset()
+            a reset that would move a code or an inner scale is refused: safe_to_write()
             how mode topk picks weights, see nearest_columns(); how edge measures, see threshold_distance()
 
-What this file leaves out: when in a run windows lie (config.py), and how weights are rounded (quant.py).
+What this file leaves out: when in a run windows lie (config.py), how weights are rounded (quant.py), and the
+earlier remedies that OsciReset is compared with (remedies.py). Its own controls are here, as modes.
 
 Letters used for shapes: N, K output and input features of a layer, n tracked weights in each row.
 """
@@ -44,9 +45,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant import E2M1, E8M0_SMALLEST, TENSOR, Quantized, QuantLinear, decode, grid_value, quantize
+from quant import (E2M1, E8M0_SMALLEST, RESET_CHOICE, TENSOR, Quantized, QuantLinear, decode, grid_value,
+                   quantize, random_subset)
 
-MODES = ("full", "topk", "edge")
+MODES = ("watch", "full", "topk", "edge", "random", "nearest")
 NEAR = 0.1       # of the gap: how close to a threshold a weight must be to count as near it in the report
 EDGE = 0.005     # of the gap: mode edge resets what is closer; the release's "beyond .495 of the width"
 
@@ -60,9 +62,13 @@ THRESHOLDS = [((low + high) / 2, high - low) for low, high in zip(_VALUES, _VALU
 
 
 def rounded_weight(layer: QuantLinear) -> tuple[Tensor, Quantized]:
-    """ The weight that the forward pass rounds, float32 (N, K), outlier columns zero; and Q2 of it. """
-    w = layer.forward_weight().detach().float()
-    return w, quantize(w, layer.recipe.y_w)
+    """
+    The weight, float32 (N, K), outlier columns zero; and what the forward pass rounds it to. That is Q2
+    of the weight itself, unless a remedy has put a stand-in in its place, which rounds to other codes.
+    """
+    q = quantize(layer.forward_weight().detach().float(), layer.recipe.y_w)
+    w = layer.weight.detach().float()
+    return w.index_fill(1, layer.channels, 0.0) if layer.split else w, q
 
 
 def level(code: Tensor) -> Tensor:
@@ -113,34 +119,41 @@ def nearest_columns(layer: QuantLinear, w: Tensor, q: Quantized, track: float) -
     return columns.to(torch.int16 if K <= torch.iinfo(torch.int16).max else torch.int32)
 
 
-def any_in_block(x: Tensor, rows: int, columns: int) -> Tensor:
-    """ bool (N, K) -> bool (N, K): true in every rows x columns block that holds a true. """
+def max_in_block(x: Tensor, rows: int, columns: int) -> Tensor:
+    """ x >= 0 (N, K) -> (N, K): the maximum of its rows x columns block; of bools, whether one is true. """
     N, K = x.shape
     x = F.pad(x, (0, -K % columns, 0, -N % rows))
     blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     return blocks.amax(dim=(1, 3), keepdim=True).expand_as(blocks).flatten(2, 3).flatten(0, 1)[:N, :K]
 
 
-@torch.no_grad()
-def reset(layer: QuantLinear, w: Tensor, q: Quantized, mask: Tensor) -> Tensor:
+def safe_to_write(w: Tensor, q: Quantized, new: Tensor, code: Tensor, mask: Tensor) -> Tensor:
     """
-    w <- Q(w) where mask is true, in place; -> mask (N, K) of the weights that were reset.
+    The part of mask in which weights may be set to `new`, so that each of them gets its `code`, while all
+    other codes and all inner scales stay as they are in q, to the bit.
 
-    No code and no inner scale of the layer changes by a single bit. To reset a block's maximum moves what its
-    scale is made from. That may move the outer scale by an ulp and, where E4M3 is coarse (a subnormal scale,
-    so that the maximum sits on 3 or 4), the inner scale. So the new weight is rounded before it is written:
-    a block that would differ keeps all its weights, and where that is not enough, so do all blocks that share
-    an outer scale with it.
+    To write a block's maximum moves what its scale is made from. That may move the outer scale by an ulp and,
+    where E4M3 is coarse (a subnormal scale, so that the maximum sits on 3 or 4), the inner scale. So the new
+    weight is rounded before it is written: a block that would differ keeps all its weights, and where that is
+    not enough, so do all blocks that share an outer scale with it.
     """
-    op = layer.recipe.y_w
+    op = q.operand
     N, K = w.shape
     rows, columns = op.block
-    new = q.dequantize().to(layer.weight.dtype)
     coupled = (N, K) if op.outer == TENSOR else (rows, op.outer or columns)
     for block in (op.block, coupled):
-        after = quantize(torch.where(mask, new.float(), w), op)
+        after = quantize(torch.where(mask, new, w), op)
         inner = (after.inner != q.inner).repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:N, :K]
-        mask = mask & ~any_in_block((after.code != q.code) | inner, *block)
+        wrong = after.code != torch.where(mask, code, q.code)
+        mask = mask & ~max_in_block(wrong | inner, *block)
+    return mask
+
+
+@torch.no_grad()
+def reset(layer: QuantLinear, w: Tensor, q: Quantized, mask: Tensor) -> Tensor:
+    """ w <- Q(w) where mask is true and safe_to_write() agrees, in place; -> mask (N, K) of these. """
+    new = q.dequantize().to(layer.weight.dtype)
+    mask = safe_to_write(w, q, new.float(), q.code, mask)
     layer.weight.copy_(torch.where(mask, new, layer.weight))
     return mask
 
@@ -235,9 +248,18 @@ class Report:
     reset_single: int = 0     # reset although they flipped exactly once: perhaps a drift, not an oscillation
     reset_never: int = 0      # reset although they never flipped: the scale of their block moved
     refused: int = 0          # not reset, since a code or an inner scale would have changed
+    found: int = 0            # tracked weights with dist_Q / dist_M >= tau: what OsciReset resets, or would
+    held: int = 0             # by a remedy, see remedies.py
+    penalty: float = 0.0      # of Dampen: the sum of squares
     scale_changes: int = 0    # events: an inner scale changed from one step to the next
     scale_steps: int = 0      # inner scales times steps: what scale_changes is a share of
     layers: dict[str, "Report"] = field(default_factory=dict)     # the same by layer; empty in a layer's own
+
+    @staticmethod
+    def total(layers: dict[str, "Report"]) -> "Report":
+        names = [f.name for f in fields(Report) if f.name != "layers"]
+        return Report(**{name: sum(getattr(r, name) for r in layers.values()) for name in names},
+                      layers=layers)
 
     def row(self) -> dict[str, float]:
         """ Counts and shares by name, for one row of a table. """
@@ -261,6 +283,10 @@ class OsciReset:
     mode    full   tracks every weight: 9.1 bytes per weight, while a window is open
             topk   tracks in each row the share `track` of weights nearest to a threshold as the window opens
             edge   tracks nothing, and resets what is within EDGE of a threshold at the window's last step
+            watch  tracks as full and resets nothing: how much oscillation is there?
+            random, nearest    the controls. Track as full, and reset as many weights of each layer as full
+                   would, but others: random ones, or those nearest to a threshold in units of its gap, as
+                   edge measures. If full lowers the loss and these do so too, its choice is not what helps
     start, period, window  in optimizer steps: a window opens after step start + i * period, i = 0, 1, ...,
             sums over the next `window` steps and resets after the last of them
     tau     reset where dist_Q / dist_M >= tau, in modes full and topk
@@ -309,24 +335,43 @@ class OsciReset:
                 window.advance(w, q, s["tau"])
             if last:
                 if not window or torch.equal(window.channels, layer.channels):
-                    reports[name] = self._close(layer, window, w, q)
+                    reports[name] = self._close(layer, window, w, q, step)
                 self.windows.pop(name, None)
-        if not reports:
-            return None
-        total = {f.name: sum(getattr(r, f.name) for r in reports.values()) for f in fields(Report)[:-1]}
-        return Report(**total, layers=reports)
+        return Report.total(reports) if reports else None
 
-    def _close(self, layer: QuantLinear, window: Window | None, w: Tensor, q: Quantized) -> Report:
+    def _choose(self, layer: QuantLinear, found: Tensor, distance: Tensor, step: int) -> Tensor:
+        """ What is to be reset (N, K), given what the window found and all distances to a threshold. """
+        mode = self.settings["mode"]
+        if mode in ("full", "topk"):
+            return found
+        chosen, n = torch.zeros_like(found).flatten(), int(found.sum())
+        if mode == "nearest":
+            # a stable sort, so that ties fall alike on every device
+            nearest = distance.flatten().sort(stable=True).indices[:n]
+            chosen[nearest] = distance.flatten()[nearest].isfinite()
+        elif mode == "random":
+            ours = torch.ones_like(found)
+            if layer.split:
+                ours.index_fill_(1, layer.channels, False)
+            ours = ours.flatten().nonzero().flatten()
+            address = layer.counter.at(step)
+            chosen[ours[random_subset(ours.numel(), n, address, layer.layer, RESET_CHOICE)]] = True
+        return chosen.view_as(found)
+
+    def _close(self, layer: QuantLinear, window: Window | None, w: Tensor, q: Quantized, step: int) -> Report:
         """ Reset what the window found in one layer, or what is at an edge now if there was none. """
         N, K = w.shape
         distance = threshold_distance(code_units(w, q), in_gaps=True)
+        if layer.split:
+            distance.index_fill_(1, layer.channels, math.inf)
         weights = N * (K - (layer.channels.numel() if layer.split else 0))
         counts = {"weights": weights, "near": (distance < NEAR).sum()}
         if window is None:
             wanted = distance < EDGE
             done = reset(layer, w, q, wanted)
         else:
-            wanted = window.put((window.excess >= 0) & (window.flags >> _MOVED != 0), K)
+            found = window.put((window.excess >= 0) & (window.flags >> _MOVED != 0), K)
+            wanted = self._choose(layer, found, distance, step)
             done = reset(layer, w, q, wanted)
             hit, history = window.take(done), window.history
             flips, reversals, scale_changes = window.counts
@@ -334,7 +379,7 @@ class OsciReset:
                 "tracked": min(weights, window.w.numel()), "flips": flips, "reversals": reversals,
                 "single": (history == ONCE).sum(), "reset_single": (hit & (history == ONCE)).sum(),
                 "reset_never": (hit & (history == NEVER)).sum(), "scale_changes": scale_changes,
-                "scale_steps": q.inner.numel() * self.settings["window"],
+                "scale_steps": q.inner.numel() * self.settings["window"], "found": found.sum(),
             }
         counts |= {"reset": done.sum(), "refused": wanted.sum() - done.sum()}
         return Report(**{name: int(count) for name, count in counts.items()})
@@ -344,19 +389,19 @@ class OsciReset:
         tensors = [t for window in self.windows.values() for t in vars(window).values() if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def _shapes(self) -> dict[str, list[int]]:
+    def shapes(self) -> dict[str, list[int]]:
         return {name: list(layer.weight.shape) for name, layer in self.layers.items()}
 
     def state_dict(self) -> dict:
         """ Settings and open windows: plain types, and tensors that are not copied, as in a module's. """
         windows = {name: dict(vars(window)) for name, window in self.windows.items()}
-        return {"settings": dict(self.settings), "shapes": self._shapes(), "windows": windows}
+        return {"settings": dict(self.settings), "shapes": self.shapes(), "windows": windows}
 
     def load_state_dict(self, state: dict):
         """ Continue where the state was saved. In an open window, settings and layers must be the same. """
         if state["windows"]:
-            _must_equal("settings", state["settings"], self.settings)
-            _must_equal("layers", state["shapes"], self._shapes())
+            must_equal("settings", state["settings"], self.settings)
+            must_equal("layers", state["shapes"], self.shapes())
         self.windows = {}
         for name, tensors in state["windows"].items():
             device = self.layers[name].weight.device
@@ -364,7 +409,7 @@ class OsciReset:
             self.windows[name] = Window(**tensors)
 
 
-def _must_equal(what: str, saved: dict, ours: dict):
+def must_equal(what: str, saved: dict, ours: dict):
     for key in sorted(saved.keys() | ours.keys()):
         if saved.get(key) != ours.get(key):
             raise ValueError(f"the saved OsciReset window has other {what}: {key} was {saved.get(key)}, is "

@@ -14,17 +14,34 @@ file only chooses.
     choose    after the last step of the window: the largest `count` channels of each layer,
               for the rest of training
 
+Two questions about that choice can be asked here. Does it matter which channels are kept? As a control,
+choice "random" keeps as many random ones instead, from the same step on. And do the channels that were the
+largest once stay so? After each `again` steps the same measurement is made anew, and compared, no more: the
+overlap is the share of a layer's channels that would be chosen now too. Random channels have an overlap near
+their share of the layer.
+
 differs from the release: norms are taken over the whole step instead of over each micro-batch, so the
     choice does not depend on how a step is cut into micro-batches or spread over ranks; ties go to the
     lower channel instead of to whatever the sort leaves first; the count is exactly round(share * K)
     instead of the next multiple of 128; the chosen columns are zeroed in place in the FP4 operand instead
     of being sorted out of it.
 """
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quant import QuantLinear
+from quant import CHANNEL_CHOICE, QuantLinear, random_subset
+
+CHOICES = ("norm", "random")
+
+
+@dataclass
+class Measured:
+    """ What a window that closed has found: one of the two is empty. """
+    chosen: dict[str, Tensor]      # the first window: layer -> its channels (C,) from now on, ascending
+    overlap: dict[str, float]      # a later one: layer -> share of its channels that would be chosen now too
 
 
 class OutControl:
@@ -34,26 +51,38 @@ class OutControl:
     layers  name -> layer; those with room for outlier channels (layer.channels) take part
     start   first step of the calibration window (optimizer steps from 0)
     window  its length in steps
+    choice  norm: the largest; random: any
+    again   steps from the opening of one window to the next, which only measures; 0: there is no other
     """
 
-    def __init__(self, layers: dict[str, QuantLinear], start: int, window: int):
+    def __init__(self, layers: dict[str, QuantLinear], start: int, window: int, choice: str = "norm",
+                 again: int = 0):
+        if choice not in CHOICES:
+            raise ValueError(f"choice is one of {', '.join(CHOICES)}, not {choice!r}")
+        if start < 0 or window < 1 or 0 < again < window:
+            raise ValueError("need start >= 0, window >= 1, and again = 0 or >= window, "
+                             f"not {start=}, {window=}, {again=}")
         self.layers = {name: layer for name, layer in layers.items() if layer.channels.numel()}
-        self.start, self.window = start, window
+        self.start, self.window, self.choice, self.again = start, window, choice, again
         self.norms: dict[str, Tensor] = {}                 # name -> (K,) summed norms, in a window
+
+    def place(self, step: int) -> int:
+        """ Which step of its window this is, from 0; -1 outside windows. """
+        since = step - self.start
+        since = since % self.again if self.again and since >= 0 else since
+        return since if 0 <= since < self.window else -1
 
     def begin_step(self, step: int):
         """ Call before the first micro-step of optimizer step `step`. """
-        if not self.start <= step < self.start + self.window:
+        if self.place(step) < 0:
             return
         for name, layer in self.layers.items():
             layer.sumsq = torch.zeros(layer.in_features, device=layer.weight.device)
             self.norms.setdefault(name, torch.zeros_like(layer.sumsq))
 
-    def after_step(self, step: int) -> dict[str, Tensor] | None:
-        """
-        Call after the last micro-step. -> name -> chosen channels (C,), ascending, when the window closed.
-        """
-        if not self.norms or not self.start <= step < self.start + self.window:
+    def after_step(self, step: int) -> Measured | None:
+        """ Call after the last micro-step; what was found when the window closed, else None. """
+        if not self.norms or self.place(step) < 0:
             return None
         for name, layer in self.layers.items():
             # each rank has seen its own tokens of the step: sum before the root, and all ranks choose alike
@@ -61,12 +90,23 @@ class OutControl:
                 dist.all_reduce(layer.sumsq)
             self.norms[name] += layer.sumsq.sqrt()
             layer.sumsq = None
-        if step < self.start + self.window - 1:
+        if self.place(step) < self.window - 1:
             return None
+        found = Measured({}, {})
         for name, layer in self.layers.items():
-            layer.set_channels(top_channels(self.norms[name], layer.channels.numel()))
+            C = layer.channels.numel()
+            largest = top_channels(self.norms[name], C)
+            if step >= self.start + self.window:
+                found.overlap[name] = float(torch.isin(layer.channels, largest).sum()) / C
+                continue
+            if self.choice == "random":
+                layer.set_channels(random_subset(layer.in_features, C, layer.counter.at(step), layer.layer,
+                                                 CHANNEL_CHOICE))
+            else:
+                layer.set_channels(largest)
+            found.chosen[name] = layer.channels
         self.norms = {}
-        return {name: layer.channels for name, layer in self.layers.items()}
+        return found
 
     def state_dict(self) -> dict:
         """

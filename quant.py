@@ -121,6 +121,7 @@ def decode(code: Tensor, grid: Grid) -> Tensor:
 # on the device that the training loop advances.
 
 DX_SIGNS, DW_SIGNS = 8, 9      # streams of the two sign vectors; streams 1..6 are the noise of Q1..Q6
+RESET_CHOICE, CHANNEL_CHOICE = 10, 11    # streams of the controls: random weights to reset, random channels
 
 _PHILOX_ROUNDS = 7             # the fewest that pass BigCrush (Salmon et al., table 2); 10 is the usual number
 _PHILOX_MUL = (0xD2511F53, 0xCD9E8D57)
@@ -148,6 +149,13 @@ class Counter:
         # would copy from unpinned memory and wait
         self.state[1].fill_(step)
         self.state[2].fill_(micro)
+
+    def at(self, step: int) -> Tensor:
+        """ The state at the start of a step on rank 0: for draws that all micro-steps and ranks share. """
+        state = self.state.clone()
+        state[1].fill_(step)
+        state[2:].fill_(0)
+        return state
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
@@ -205,6 +213,13 @@ def random_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
     words = torch.stack(random_words(-(-n // 128), counter, layer, stream), dim=-1).flatten()
     bits = words[:, None] >> torch.arange(32, device=words.device) & 1
     return 1.0 - 2.0 * bits.flatten()[:n].float()
+
+
+def random_subset(n: int, count: int, counter: Tensor, layer: int, stream: int) -> Tensor:
+    """ `count` different numbers below n, every subset as likely as every other: int64 (count,). """
+    words = torch.stack(random_words(-(-n // 4), counter, layer, stream), dim=-1).flatten()[:n]
+    # equal words are told apart by their position, so that the choice is the same on every device
+    return (words << 31 | torch.arange(n, device=words.device)).sort().indices[:count]
 
 
 def hadamard(x: Tensor, signs: Tensor) -> Tensor:
@@ -775,6 +790,18 @@ def _autograd(ctx, dy, *_):
 linear_forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
+class _InPlaceOf(torch.autograd.Function):
+    """ The stand-in for a weight, while its gradient goes to the weight itself, unchanged. """
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, stand_in: Tensor) -> Tensor:
+        return stand_in.view_as(stand_in)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy, None
+
+
 class QuantLinear(nn.Linear):
     """
     nn.Linear whose three GEMMs follow a Recipe. With a recipe that rounds nothing it is nn.Linear, exactly.
@@ -787,6 +814,8 @@ class QuantLinear(nn.Linear):
     outliers  how many input channels OutControl will keep in recipe.outlier's format
 
     channels  buffer (outliers,) int64: those channels in ascending order, all -1 until they are chosen
+    stand_in  None, or (N, K): what Q2 rounds in the place of the weight, which keeps the gradient.
+              remedies.py computes it, from the weight and an average of it, so no checkpoint holds it
     sumsq     None, or float32 (K,) to which each training forward adds the squares of its input's channels
     """
 
@@ -804,6 +833,7 @@ class QuantLinear(nn.Linear):
         self.enabled = True
         self.sumsq = None
         self.register_buffer("channels", torch.full((outliers,), -1, device=device))
+        self.register_buffer("stand_in", None, persistent=False)
         self.split = False
         self.register_load_state_dict_post_hook(_restore_split)
 
@@ -820,7 +850,8 @@ class QuantLinear(nn.Linear):
 
     def forward_weight(self) -> Tensor:
         """ The weight that the FP4 GEMM of the forward pass rounds, (N, K): outlier columns are zero. """
-        return _zero_columns(self.weight, self.channels) if self.split else self.weight
+        weight = self.weight if self.stand_in is None else self.stand_in
+        return _zero_columns(weight, self.channels) if self.split else weight
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sumsq is not None and self.training:
@@ -839,8 +870,9 @@ class QuantLinear(nn.Linear):
             if save and self.training:
                 self.counter.state[1] += 1
         channels = self.channels if self.split else self.channels[:0]
+        weight = self.weight if self.stand_in is None else _InPlaceOf.apply(self.weight, self.stand_in)
         y = linear_forward(
-            flat, self.weight, channels, self.counter.state, self.layer, self.recipe_spec, save)[0]
+            flat, weight, channels, self.counter.state, self.layer, self.recipe_spec, save)[0]
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(dtype)
 

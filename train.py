@@ -30,23 +30,25 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, load
+from config import EMA_WARMUP, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, checkpoints, first_line, newest_checkpoint,
                   pick_device, sample, val_losses)
 from osci import OsciReset
 from outliers import OutControl
-from quant import Recipe
+from quant import QuantLinear, Recipe
+from remedies import Dampen, Freeze, QEma
 
 # knobs that may differ when a run is continued: they change what is written, where it runs or which noise
 # is drawn, not what is computed in the mean
 FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch",
         "log_every", "eval_every", "save_every", "sample_tokens")
-# what OsciReset reports of a window (osci.Report.row), summed over layers
+# what OsciReset, or what takes its place, reports of a window (osci.Report.row), summed over layers
 OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused",
-        "near_share", "reset_share", "scale_flicker")
+        "near_share", "reset_share", "scale_flicker", "found", "held", "penalty")
 COLUMNS = ("step", "tokens", "seconds", "lr", "train_loss", "z_loss", "grad_norm", "val_loss_fp4",
-           "val_loss_bf16", "tokens_per_s", *(f"osci_{name}" for name in OSCI))
+           "val_loss_bf16", "tokens_per_s", *(f"osci_{name}" for name in OSCI), "outlier_overlap",
+           "outlier_overlap_min")
 
 
 class TrainingError(RuntimeError):
@@ -287,6 +289,19 @@ def out_of_memory(cfg: Config) -> str:
 # training
 
 
+def against_oscillation(cfg: Config, layers: dict[str, QuantLinear]) -> OsciReset | QEma | Freeze | Dampen:
+    """ What cfg.osci names. """
+    phases = dict(start=cfg.in_steps(cfg.osci_start), period=cfg.in_steps(cfg.osci_period),
+                  window=cfg.in_steps(cfg.osci_window), tau=cfg.osci_tau)
+    if cfg.osci == "qema":
+        return QEma(layers, **phases, decay=cfg.osci_decay, warmup=EMA_WARMUP)
+    if cfg.osci == "freeze":
+        return Freeze(layers, **phases, steps=cfg.steps, threshold=cfg.osci_threshold)
+    if cfg.osci == "dampen":
+        return Dampen(layers, **phases, steps=cfg.steps, strength=cfg.osci_strength)
+    return OsciReset(layers, cfg.osci, **phases, track=cfg.osci_track)
+
+
 class Trainer:
     """ Everything that lives while training, and what of it a checkpoint holds. """
 
@@ -300,15 +315,14 @@ class Trainer:
         self.recipe = recipe = next(iter(self.layers.values())).recipe
         self.rounds = any(recipe.operands)
         self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start),
-                                   cfg.in_steps(cfg.outlier_window))
+                                   cfg.in_steps(cfg.outlier_window), cfg.outlier_choice,
+                                   cfg.in_steps(cfg.outlier_log) if cfg.outlier_log else 0)
         self.osci = None
         if cfg.osci != "off" and self.rounds:
             if recipe.y_w is None:
-                raise ConfigError("OsciReset resets weights that Q2 rounds: add 2 to --quantizers, "
-                                  "or type --osci=off")
-            self.osci = OsciReset(self.layers, cfg.osci, cfg.in_steps(cfg.osci_start),
-                                  cfg.in_steps(cfg.osci_period), cfg.in_steps(cfg.osci_window),
-                                  cfg.osci_tau, cfg.osci_track)
+                raise ConfigError(f"osci = {cfg.osci!r} is about weights that Q2 rounds: add 2 to "
+                                  "--quantizers, or type --osci=off")
+            self.osci = against_oscillation(cfg, self.layers)
         compiled = cfg.compile and self.device.type == "cuda" and find_spec("triton") is not None
         # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
@@ -363,7 +377,8 @@ class Trainer:
 
     def train_step(self) -> dict:
         """
-        One optimizer step -> train_loss, z_loss, grad_norm as tensors on the device, and what OsciReset saw.
+        One optimizer step -> train_loss, z_loss, grad_norm as tensors on the device, and what was measured of
+        outlier channels and of oscillation.
         """
         cfg, device = self.cfg, self.device
         self.outliers.begin_step(self.step)
@@ -375,7 +390,9 @@ class Trainer:
             # sums over the whole step's tokens, so that the split into micro-batches does not matter
             ((ce + cfg.z_loss * z) / cfg.batch_tokens).backward()
             ce_total, z_total = ce_total + ce.detach(), z_total + z.detach()
-        chosen = self.outliers.after_step(self.step)
+        outliers = self.outliers.after_step(self.step)
+        if isinstance(self.osci, Dampen):
+            self.osci.add_gradient(self.step)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip or math.inf)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(cfg, self.step)
@@ -384,23 +401,51 @@ class Trainer:
         osci = self.osci.after_step(self.step) if self.osci else None
         self.step += 1
         return {"train_loss": ce_total / cfg.batch_tokens, "z_loss": z_total / cfg.batch_tokens,
-                "grad_norm": norm, "chosen": chosen, "osci": osci}
+                "grad_norm": norm, "outliers": outliers, "osci": osci}
 
 
-def report(run: Run, trainer: Trainer, step: int, seen: dict) -> dict:
-    """ Say what OutControl and OsciReset did in a step; -> the columns of metrics.csv that they fill. """
-    if seen["chosen"]:
-        n = sum(c.numel() for c in seen["chosen"].values())
-        run.say(f"step {step}: OutControl keeps {n} input channels of {len(seen['chosen'])} layers in FP8 "
-                "from now on")
-    if seen["osci"] is None:
-        return {}
-    osci = seen["osci"].row()
-    run.say(f"step {step}: OsciReset put {osci['reset']:,} weights ({osci['reset_share']:.2%}) back on their "
-            f"grid values, of which {osci['reset_single']:,} had flipped once and "
-            f"{osci['reset_never']:,} never; of {osci['tracked']:,} tracked, {osci['flips']:,} flips, "
-            f"{osci['reversals']:,} of them reversals")
-    return {f"osci_{name}": osci[name] for name in OSCI}
+def report(run: Run, step: int, mode: str, seen: dict) -> dict:
+    """
+    Say what OutControl, and OsciReset or what takes its place (mode), did in a step; -> the columns of
+    metrics.csv that they fill.
+    """
+    row = {}
+    if outliers := seen["outliers"]:
+        if chosen := outliers.chosen:
+            n = sum(c.numel() for c in chosen.values())
+            run.say(f"step {step}: OutControl keeps {n} input channels of {len(chosen)} layers in FP8 "
+                    "from now on")
+        if overlap := outliers.overlap:
+            row |= {"outlier_overlap": sum(overlap.values()) / len(overlap),
+                    "outlier_overlap_min": min(overlap.values())}
+            run.say(f"step {step}: of a layer's channels in FP8, {row['outlier_overlap']:.1%} would be "
+                    f"chosen now too; fewest in {min(overlap, key=overlap.get)}, "
+                    f"{row['outlier_overlap_min']:.1%}")
+    if seen["osci"] is not None:
+        osci = seen["osci"].row()
+        run.say(f"step {step}: {what_was_done(mode, osci)}; of {osci['tracked']:,} tracked, "
+                f"{osci['flips']:,} flips, {osci['reversals']:,} of them reversals")
+        row |= {f"osci_{name}": osci[name] for name in OSCI}
+    return row
+
+
+def what_was_done(mode: str, osci: dict) -> str:
+    """ The row of a window's report, in words. """
+    held = f"{osci['held']:,} weights ({osci['held'] / max(1, osci['weights']):.2%})"
+    match mode:
+        case "watch":
+            return f"OsciReset would have put {osci['found']:,} weights back on their grid values"
+        case "qema":
+            return (f"Q-EMA rounds {held} to the neighbour that is farther, and not {osci['refused']:,} "
+                    "more, for a scale's sake")
+        case "freeze":
+            return f"Freeze holds {held}, but {osci['refused']:,} not in this step, for a scale's sake"
+        case "dampen":
+            return f"Dampen's sum of squared distances to the grid is {osci['penalty']:.4g}"
+    who = {"random": "the control put random", "nearest": "the control put"}.get(mode, "OsciReset put")
+    which = " nearest to a threshold" if mode == "nearest" else ""
+    return (f"{who} {osci['reset']:,} weights{which} ({osci['reset_share']:.2%}) back on their grid values, "
+            f"of which {osci['reset_single']:,} had flipped once and {osci['reset_never']:,} never")
 
 
 def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
@@ -447,7 +492,7 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
         trained += time.time() - start
         # ---- end of the timed part
 
-        row |= report(run, trainer, step, seen)
+        row |= report(run, step, trainer.cfg.osci, seen)
         if log:
             done = coming - first
             row |= {k: float(seen[k]) for k in ("train_loss", "z_loss", "grad_norm")}

@@ -152,7 +152,7 @@ MISTAKES_ON_THE_LINE = [
     ("--warmup=1.5", "warmup = 1.5: type a fraction, from 0 to 1"),
     ("--outlier_frac=10", "outlier_frac = 10.0: type a fraction, from 0 to 1"),
     ("--warmup=1", "type a smaller warmup"),
-    ("--osci=none", "osci = 'none': type one of off, full, topk, edge"),
+    ("--osci=none", "osci = 'none': type one of off, watch, full, topk"),
     ("--schedule=cos", "type one of cosine, linear"),
     ("--backend=fp4", "type one of auto, reference"),
     ("--device=gpu", "type one of auto, cpu, cuda, mps"),
@@ -205,6 +205,13 @@ def test_mistake_on_the_command_line(arg, told):
     (["--outlier_frac=0.1", "--outlier_start=0.99", "--outlier_window=.01", "--steps=20"], "(20 + 1 steps)"),
     (["--osci=full", "--osci_start=0.97"], "osci_start + osci_window (582 + 30 steps) must be less"),
     (["--osci=full", "--osci_start=0.95"], "osci_start + osci_window (570 + 30 steps) must be less"),
+    (["--osci=dampen", "--osci_start=0.95"], "osci_start + osci_window (570 + 30 steps) must be less"),
+    (["--osci=qema", "--osci_window=0.005", f"--osci_start={589 / 600}"], "a warm-up of 10 (589 + 10 steps)"),
+    (["--osci=qema", "--osci_decay=1"], "osci_decay = 1 keeps the first weights"),
+    (["--outlier_log=0.1"], "outlier_frac = 0: type --outlier_log=0, or"),
+    (["--outlier_frac=0.1", "--outlier_log=0.02"], "(18 steps) is longer than outlier_log (12 steps)"),
+    (["--outlier_frac=0.1", "--outlier_log=0.97"],
+     "outlier_log + outlier_window (6 + 582 + 18 steps) exceed steps = 600: type --outlier_log=0"),
 ])
 def test_flags_that_contradict_each_other(flags, told):
     """ Catches runs that would start and then never do what they were asked for. """
@@ -217,11 +224,15 @@ def test_a_window_that_just_fits():
     """ Catches a check that is off by one: step 599, the last of 600, may choose channels and may reset. """
     parse(["--outlier_frac=0.1", "--outlier_start=0.97"])       # measures in steps 582 to 599
     parse(["--osci=full", f"--osci_start={569 / 600}"])         # resets after step 569 + 30
+    parse(["--osci=qema", "--osci_window=0.005", f"--osci_start={588 / 600}"])       # is in force in step 599
+    parse(["--outlier_frac=0.1", "--outlier_log=0.96"])         # measures anew in steps 582 to 599
 
 
 @pytest.mark.parametrize("flags", [
     ["--n_head=3"], ["--batch_tokens=2000"], ["--micro_batch=6"], ["--eval_tokens=100"],
     ["--osci=full", "--osci_window=1", "--osci_period=1"], ["--osci=full", "--steps=2"],
+    ["--osci=qema", "--steps=20"], ["--osci=qema", "--steps=2", "--osci_start=1"],
+    ["--outlier_frac=0.1", "--outlier_log=1"], ["--outlier_frac=0.1", "--outlier_log=0.01", "--steps=2"],
     [f"{ROOT}/configs/tetrajet_full.py", "--steps=3"], [f"{ROOT}/configs/tetrajet_full.py", "--steps=1"],
 ])
 def test_the_cure_cures(flags):

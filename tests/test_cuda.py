@@ -4,7 +4,7 @@ import torch
 
 import data
 import train
-from config import parse
+from config import CHOICES, parse
 from quant import (TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, quantize, random_signs,
                    uniform)
 from recipes import MXFP8, RECIPES
@@ -93,9 +93,11 @@ def trainer_of(shards, *flags) -> train.Trainer:
     return train.Trainer(cfg, data.open_corpus(str(shards)))
 
 
-def test_a_step_does_not_wait_for_the_host(shards):
+@pytest.mark.parametrize("osci", [osci for osci in CHOICES["osci"] if osci not in ("off", "edge")])
+def test_a_step_does_not_wait_for_the_host(shards, osci):
     """ Catches: .item(), a boolean of a tensor, a tensor built from a list, inside the step. """
-    trainer = trainer_of(shards, "--compile=false")
+    early = ["--osci_start=0", "--osci_period=0.8", "--osci_window=0.7"] if osci == "qema" else []
+    trainer = trainer_of(shards, "--compile=false", f"--osci={osci}", *early)
     trainer.train_step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -105,9 +107,11 @@ def test_a_step_does_not_wait_for_the_host(shards):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_ten_plus_ten_is_twenty_on_a_gpu_too(shards, tmp_path, capsys):
+@pytest.mark.parametrize("osci", ["topk", "qema", "freeze", "dampen"])
+def test_ten_plus_ten_is_twenty_on_a_gpu_too(shards, tmp_path, capsys, osci):
     """ Catches: state left on the other device. Without compilation the kernels are the same both times. """
-    flags = ["--device=cuda", "--compile=false", "--recipe=tetrajet_full", "--osci=topk", *WINDOWS]
+    flags = ["--device=cuda", "--compile=false", "--recipe=tetrajet_full", *WINDOWS, f"--osci={osci}",
+             "--osci_start=0.3"]
     # the backward passes of embedding and attention otherwise add in whatever order threads arrive
     torch.use_deterministic_algorithms(True)
     try:

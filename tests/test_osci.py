@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import osci
-from osci import THRESHOLDS, OsciReset, Report
-from quant import E4M3, TENSOR, Operand, QuantLinear, Recipe, decode, fake_quantize, quantize
+from osci import MODES, THRESHOLDS, OsciReset, Report
+from quant import E4M3, TENSOR, Counter, Operand, QuantLinear, Recipe, decode, fake_quantize, quantize
 from recipes import RECIPES
 
 UNIT = 448 * 2.0**-9       # 6 * UNIT / 448 / 6 is 2^-9 exactly, so inner times outer scale comes to this
@@ -334,6 +334,72 @@ def test_edge_measures_the_gap_of_the_threshold():
 
 
 # -----------------------------------------------------------------------------
+# the controls
+
+
+def control(mode, weights, seed=3, outliers=0, layer=0, start=0):
+    """ One window of 20 steps over these weights -> report, mask of what was reset. """
+    lin = linear(weights[0], RECIPES["tetrajet_full"], outliers=outliers)
+    lin.counter, lin.layer = Counter(seed), layer
+    if outliers:
+        lin.set_channels(torch.arange(7, 7 + outliers))
+    watch = OsciReset({"a": lin}, mode, start, 50, 20, tau=5.0)
+    report = play(watch, lin, weights, first=start)[start + 20]
+    return report, lin.weight.data != weights[-1]
+
+
+@pytest.mark.parametrize("outliers", [0, 12])
+@pytest.mark.parametrize("mode", ["random", "nearest"])
+def test_a_control_resets_as_many_others(mode, outliers):
+    """
+    Catches: a control that resets what OsciReset found, a number that is not the window's, outlier columns or
+    weights of dead blocks drawn. The tracking is the same, so what was found is.
+    """
+    weights = walk((16, 300), 21, size=0.005)
+    weights[:, 3, 32:48] = 0.0
+    full, mask = control("full", weights, outliers=outliers)
+    report, other = control(mode, weights, outliers=outliers)
+    assert report.found == full.found == full.reset + full.refused > 100
+    assert report.reset + report.refused == full.found and report.refused < 0.03 * full.found
+    assert (report.flips, report.reversals, report.near) == (full.flips, full.reversals, full.near)
+    assert report.reset_single + report.reset_never > full.reset_single + full.reset_never
+    share = mask.float().mean()
+    overlap = (mask & other).sum() / mask.sum()
+    # a random choice meets the other by chance: 5 sigma
+    assert overlap < 0.9 and (mode == "nearest" or abs(overlap - share) < 5 * (share / mask.sum()) ** 0.5)
+    assert not other[:, 7:7 + outliers].any()
+
+
+def test_the_random_control_is_a_function_of_seed_step_and_layer():
+    """ Catches: the same weights in each window or layer, and a choice that no seed repeats. """
+    weights = walk((16, 300), 21, size=0.005)
+    base = control("random", weights)[1]
+    assert torch.equal(base, control("random", weights)[1])
+    for other in (dict(seed=4), dict(layer=1), dict(start=1)):
+        assert (base & control("random", weights, **other)[1]).sum() < 0.5 * base.sum(), other
+
+
+def test_the_nearest_are_nearest():
+    """ Catches: distances in code units, the farthest taken, or those nearest when the window opened. """
+    weights = walk((16, 300), 21, size=0.005)
+    report, mask = control("nearest", weights)
+    q = quantize(weights[-1], BASE.y_w)
+    y = osci.code_units(weights[-1], q)
+    share = torch.stack([(y - t).abs() / gap for t, gap in THRESHOLDS]).amin(0)
+    limit = share.flatten().sort().values[report.found - 1]
+    assert (share[mask] <= limit).all() and mask.sum() == report.reset > 100
+
+
+def test_to_watch_is_to_do_nothing():
+    """ Catches: a reset, or another count than that of OsciReset, which has found what it resets. """
+    weights = walk((16, 300), 21, size=0.005)
+    full, report = control("full", weights)[0], control("watch", weights)
+    assert not report[1].any()
+    zero = dict(reset=0, reset_single=0, reset_never=0, refused=0)
+    assert replace(report[0], layers={}) == replace(full, layers={}, **zero)
+
+
+# -----------------------------------------------------------------------------
 # what a reset does
 
 
@@ -411,7 +477,7 @@ def test_the_maximum_of_a_tensor(name):
     for seed in range(20):
         w = adversarial("on the thresholds", op, seed)
         mask = w.abs() == w.abs().max()
-        w[osci.any_in_block(mask, *op.block) & ~mask] = 0.0
+        w[osci.max_in_block(mask, *op.block) & ~mask] = 0.0
         q = quantize(w, op)
         unguarded = quantize(torch.where(mask, q.dequantize(), w), op)
         if not torch.equal(unguarded.code, q.code):
@@ -548,7 +614,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", ["full", "topk", "edge"])
+@pytest.mark.parametrize("mode", MODES)
 def test_no_host_sync_while_a_window_is_open(mode):
     """ Catches: .item(), nonzero, an if on a tensor: the GPU would wait for the host at each step. """
     layer = linear(walk((4, 128), 1, 0.0)[0], RECIPES["tetrajet_full"], outliers=8)
@@ -568,7 +634,7 @@ def test_no_host_sync_while_a_window_is_open(mode):
 # outlier channels
 
 
-@pytest.mark.parametrize("mode", ["full", "topk", "edge"])
+@pytest.mark.parametrize("mode", ["full", "topk", "edge", "nearest"])
 def test_outlier_channels_are_left_alone(mode):
     """ Catches: outlier columns tracked, reset, or overwritten by the zeros that stand for them in FP4. """
     channels = torch.tensor([0, 3, 77])
@@ -629,6 +695,8 @@ def model():
     layers = {"up": linear(walk((6, 100), 1, 0.0)[0]),
               "down": linear(walk((4, 160), 1, 0.0, seed=1)[0], RECIPES["tetrajet_full"], outliers=5)}
     layers["down"].set_channels(torch.tensor([1, 9, 30, 31, 144]))
+    for number, layer in enumerate(layers.values()):
+        layer.own_counter, layer.counter, layer.layer = False, Counter(9), number
     return layers
 
 
@@ -649,7 +717,7 @@ SCHEDULE = dict(start=3, period=12, window=10, tau=4.0, track=0.2)
 
 
 @pytest.mark.parametrize("through_a_file", [True, False])
-@pytest.mark.parametrize("mode", ["full", "topk", "edge"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "watch"])
 def test_ten_and_ten_steps_are_twenty(mode, through_a_file):
     """ Catches: part of an open window not saved, saved in a type that cannot be loaded, or shared. """
     layers = model()
@@ -676,7 +744,7 @@ def test_ten_and_ten_steps_are_twenty(mode, through_a_file):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("mode", ["full", "topk", "edge"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "watch"])
 def test_a_gpu_resets_what_the_cpu_resets(mode):
     """ Catches: a step of an open window that waits for the GPU, arithmetic that differs there by an ulp. """
     weights = walk((64, 300), 8, size=0.01)
@@ -759,7 +827,7 @@ def test_the_total_is_the_sum_of_the_layers():
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(mode="freeze"), "mode is one of full, topk, edge"),
+    (dict(mode="freeze"), "mode is one of watch, full, topk, edge, random, nearest"),
     (dict(window=12), "window < period"),
     (dict(window=0), "1 <= window"),
     (dict(start=-1), "start >= 0"),

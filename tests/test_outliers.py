@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from outliers import OutControl, top_channels
-from quant import QuantLinear
+from quant import Counter, QuantLinear
 from recipes import RECIPES
 
 FULL = RECIPES["tetrajet_full"]
@@ -14,9 +14,10 @@ def layer(K: int = 64, N: int = 48, outliers: int = 6, seed: int = 0) -> QuantLi
     return QuantLinear(K, N, bias=False, recipe=FULL, outliers=outliers)
 
 
-def calibrate(lin: QuantLinear, steps: list[list[torch.Tensor]], start: int = 2) -> OutControl:
+def calibrate(lin: QuantLinear, steps: list[list[torch.Tensor]], start: int = 2,
+              choice: str = "norm") -> OutControl:
     """ Run a calibration over steps, each a list of micro-batches. """
-    control = OutControl({"lin": lin}, start, len(steps))
+    control = OutControl({"lin": lin}, start, len(steps), choice)
     for i, micros in enumerate(steps):
         control.begin_step(start + i)
         for x in micros:
@@ -99,10 +100,97 @@ def test_window_opens_and_closes_when_it_says():
         control.begin_step(step)
         assert (lin.sumsq is not None) == (step in (3, 4))
         lin(torch.randn(16, 64))
-        if control.after_step(step) is not None:
+        if found := control.after_step(step):
+            assert found.chosen["lin"] is lin.channels and not found.overlap
             closed.append(step)
         assert lin.split == (step >= 4) and lin.sumsq is None
     assert closed == [4] and control.state_dict() == {"norms": {}}
+
+
+def test_channels_chosen_late():
+    """ Catches: a window that only opens early in training: a late start is how a late choice is tried. """
+    early, late = torch.zeros(8, 64), torch.zeros(8, 64)
+    early[:, :6], late[:, 30:36] = 9.0, 9.0
+    for start, expected in ((2, list(range(6))), (90, list(range(30, 36)))):
+        lin = layer()
+        control = OutControl({"lin": lin}, start, window=3)
+        for step in range(100):
+            control.begin_step(step)
+            lin(early if step < 50 else late)
+            control.after_step(step)
+        assert lin.channels.tolist() == expected
+
+
+def measure(lin: QuantLinear, control: OutControl, steps) -> dict[int, dict]:
+    """ Channels loud[step] are loud -> what each closing window found, by step. """
+    found = {}
+    for step in steps:
+        x = torch.full((8, 64), 0.1)
+        x[:, [(i + step // 2) % 64 for i in range(6)]] = 5.0        # the loud ones move by one in two steps
+        control.begin_step(step)
+        lin(x)
+        if closed := control.after_step(step):
+            found[step] = closed
+    return found
+
+
+def test_the_overlap_with_the_first_choice():
+    """
+    Catches: compared with the choice before in place of the first; the choice replaced; windows counted from
+    step 0; norms that run on from one window into the next.
+    """
+    lin, control = layer(), None
+    control = OutControl({"lin": lin}, start=2, window=2, again=4)
+    found = measure(lin, control, range(30))
+    assert list(found) == [3, 7, 11, 15, 19, 23, 27]
+    assert lin.channels.tolist() == list(range(1, 7)) and not found[3].overlap
+    # two further on with each window: 4 of 6 are left, 2, 0
+    assert [found[step].overlap["lin"] for step in list(found)[1:]] == pytest.approx([4/6, 2/6, 0, 0, 0, 0])
+    assert not any(closed.chosen for step, closed in found.items() if step > 3)
+    assert lin.sumsq is None and control.state_dict() == {"norms": {}}
+
+
+def test_a_checkpoint_inside_a_later_window_changes_nothing():
+    """ Catches: norms of a later window that are not saved, or a resumed run that chooses anew. """
+    straight = measure(lin := layer(), OutControl({"lin": lin}, 1, 3, again=4), range(12))
+    first = layer()
+    control = OutControl({"lin": first}, 1, 3, again=4)
+    measure(first, control, range(7))
+    state = control.state_dict()
+    assert state["norms"]
+    second = layer()
+    second.load_state_dict(first.state_dict())
+    control = OutControl({"lin": second}, 1, 3, again=4)
+    control.load_state_dict(state)
+    rest = measure(second, control, range(7, 12))
+    assert list(rest) == [7, 11] and {s: r.overlap for s, r in rest.items()} == {
+        s: straight[s].overlap for s in rest} and second.channels.tolist() == first.channels.tolist()
+
+
+def test_random_channels_are_the_control():
+    """ Catches: channels that follow the norms, that a seed does not repeat, or all layers the same. """
+    def chosen(seed, number):
+        lin = layer(K=512, outliers=51)
+        lin.counter, lin.layer = Counter(seed), number
+        x = torch.randn(8, 512)
+        x[:, :51] *= 30
+        calibrate(lin, [[x], [x]], choice="random")
+        assert lin.split and lin.channels.unique().numel() == 51
+        return set(lin.channels.tolist())
+
+    a = chosen(1, 0)
+    # of 51 of 512, 5 meet 51 others by chance, with a deviation of 2.1
+    assert a == chosen(1, 0) and len(a & set(range(51))) < 16
+    assert len(a & chosen(2, 0)) < 16 and len(a & chosen(1, 1)) < 16
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(choice="loudest"), "choice is one of norm, random"), (dict(again=2), "again = 0 or >= window"),
+    (dict(window=0), "window >= 1"), (dict(start=-1), "start >= 0"),
+])
+def test_what_cannot_work_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        OutControl({"lin": layer()}, **dict(start=0, window=3) | settings)
 
 
 def test_evaluation_is_not_measured():

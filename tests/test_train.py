@@ -103,6 +103,12 @@ def rows(folder: Path) -> list[dict]:
     ("tetrajet_full", [*WINDOWS, "--osci=topk", "--osci_track=0.2"]),
     ("tetrajet_full", [*WINDOWS, "--osci=edge", "--micro_batch=2"]),
     ("tetrajet_released", [*WINDOWS, "--osci=topk", "--osci_track=1", "--shuffle=7"]),
+    ("tetrajet_full", [*WINDOWS, "--osci=random", "--outlier_choice=random"]),
+    ("tetrajet_full", [*WINDOWS, "--osci=nearest", "--outlier_start=0.1", "--outlier_window=0.3",
+                       "--outlier_log=0.35"]),
+    ("tetrajet_full", [*WINDOWS, "--osci=qema", "--osci_start=0.3", "--osci_period=0.6"]),
+    ("tetrajet_full", [*WINDOWS, "--osci=freeze", "--osci_threshold=0", "--lr=1e-2"]),
+    ("tetrajet_full", [*WINDOWS, "--osci=dampen", "--micro_batch=2"]),
 ])
 def test_ten_plus_ten_is_twenty(go, recipe, flags):
     """
@@ -264,7 +270,7 @@ def test_the_switch_to_outlier_channels_is_no_jump(shards):
 
     trainer.outliers.begin_step(17)
     before = loss()
-    assert trainer.outliers.after_step(17) and all(layer.split for layer in trainer.layers.values())
+    assert trainer.outliers.after_step(17).chosen and all(layer.split for layer in trainer.layers.values())
     assert loss() != before and abs(loss() - before) < 0.02
 
 
@@ -716,6 +722,16 @@ def test_what_a_run_leaves_behind(go):
     assert [row["step"] for row in table if row["osci_reset"]] == ["14"]
     assert (folder / "log.txt").read_text() == printed
     assert json.loads((folder / "config.json").read_text())["recipe"] == "tetrajet_full"
+
+
+def test_the_overlap_of_outlier_channels_is_logged(go):
+    """ Catches: columns that stay empty, or the mean where the least is meant. """
+    folder, printed = go("r", "--recipe=tetrajet_full", "--outlier_frac=0.2", "--outlier_start=0.1",
+                         "--outlier_window=0.1", "--outlier_log=0.3", "--outlier_choice=random")
+    table = [row for row in rows(folder) if row["outlier_overlap"]]
+    assert [row["step"] for row in table] == ["9", "15"] and printed.count("would be chosen now too") == 2
+    for row in table:
+        assert 0 <= float(row["outlier_overlap_min"]) < float(row["outlier_overlap"]) < 0.6
 
 
 def test_dry_run_writes_nothing(go, tmp_path):
