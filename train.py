@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, load
+from config import FREE, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, checkpoints, first_line, newest_checkpoint,
                   pick_device, sample, val_losses)
@@ -38,10 +38,6 @@ from osci import OsciReset
 from outliers import OutControl
 from quant import Recipe
 
-# knobs that may differ when a run is continued: they change what is written, where it runs or which noise
-# is drawn, not what is computed in the mean
-FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch",
-        "log_every", "eval_every", "save_every", "sample_tokens")
 # what OsciReset reports of a window (osci.Report.row), summed over layers
 OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused",
         "near_share", "reset_share", "scale_flicker")
