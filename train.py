@@ -114,11 +114,21 @@ class Run:
         if differ:
             raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
                               "--overwrite to delete that run")
-        if state["step"] >= cfg.steps:
+        # killed during its last evaluation, a run has the last checkpoint and lacks the row: so that is done
+        if state["step"] >= cfg.steps and self._has_row(cfg.steps):
             raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, "
                               "or --overwrite to delete it")
         if 0 < cfg.stop_at <= state["step"]:
             raise ConfigError(f"{self.folder} is at step {state['step']} already; type a larger --stop_at")
+
+    def _has_row(self, step: int) -> bool:
+        """ Whether metrics.csv ends with the whole row of this step. """
+        with suppress(FileNotFoundError):
+            # half a row has no newline behind it
+            *rows, half = (self.folder / "metrics.csv").read_bytes().split(b"\n")
+            return not half and any(row.startswith(b"%d," % step) and row.count(b",") == len(COLUMNS) - 1
+                                    for row in rows[-1:])
+        return False
 
     def _lock(self):
         """ Keep a second process out of this folder; the system forgets the lock when this one dies. """
