@@ -364,7 +364,6 @@ def table(runs: list[Run]) -> str:
             losses[run.name][run.seed] = float(run.values[FP4]), float(run.values[BF16])
     first = runs[0].name
     rows = [["name", "seeds", "val loss, fp4 fwd", "val loss, bf16 fwd", "pairs", "gap, fp4", "gap, bf16"]]
-    rows.append(["-" * len(cell) for cell in rows[0]])
     for name, of in losses.items():
         asked = sum(run.name == name for run in runs)
         base = losses[first] if name != first else {}
@@ -374,6 +373,7 @@ def table(runs: list[Run]) -> str:
                      f"n={len(pairs)}" if pairs else "-",
                      *(spread([of[seed][i] - base[seed][i] for seed in pairs], "+") for i in (0, 1))])
     widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
 
 
@@ -386,9 +386,9 @@ def summary(runs: list[Run], path: Path) -> str:
              "without rounding; +- is the standard deviation over seeds, with n - 1. Gaps are to "
              f"{runs[0].name}, seed by seed where both are done.",
              f"Back end: {made['backend'] or '-'}. Commit: {made['commit'] or '-'}."]
-    parts += [f"- {run.cfg.name}: {run.status}" + (f", {run.error}" if run.error else "")
-              for run in runs if run.status != "done"]
-    return "\n\n".join(parts) + "\n"
+    left = [f"- {run.cfg.name}: {run.status}" + (f", {run.error}" if run.error else "")
+            for run in runs if run.status != "done"]
+    return "\n\n".join(parts + ["\n".join(left)] * bool(left)) + "\n"
 
 
 def rows_of(runs: list[Run]) -> str:

@@ -46,7 +46,7 @@ if cfg.name.startswith("wait"):
     while not Path("go").exists():
         time.sleep(0.02)
     other.kill()
-time.sleep(0.3)
+time.sleep(0.15)
 if cfg.name.startswith("bad"):
     print("a warning\\nerror: no recipe is called 'x'\\x1b[2J", file=sys.stderr)
     sys.exit(2)
@@ -73,10 +73,17 @@ def place(tmp_path) -> Path:
     return tmp_path
 
 
+def listening():
+    """ Signals as a terminal sets them: tests started with `&` or nohup ignore some, and hand that down. """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(place: Path, text: str, *flags: str) -> subprocess.Popen:
     (place / "list.txt").write_text(text)
     return subprocess.Popen([sys.executable, "sweep.py", "list.txt", *flags], cwd=place, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=None if os.name == "nt" else listening)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
