@@ -21,7 +21,7 @@ from test_train import shards, tiny      # noqa: F401  (a fixture)
 ROOT = Path(__file__).resolve().parent.parent
 posix = pytest.mark.skipif(os.name == "nt", reason="signals and locks differ")
 
-# what a run does is in its name: bad, crash, liar, wait (for a file `go`, with a child of its own)
+# what a run does is in its name: bad, crash, liar, late, full, wait (for a file `go`, with a child process)
 FAKE = '''
 import os, subprocess, sys, time
 from pathlib import Path
@@ -43,7 +43,8 @@ tell("begin")
 if cfg.name.startswith("wait"):
     other = subprocess.Popen(["sleep", "60"])
     tell(f"child {other.pid}")
-    while not Path("go").exists():
+    end = time.time() + 60
+    while not Path("go").exists() and time.time() < end:
         time.sleep(0.02)
     other.kill()
 time.sleep(0.15)
@@ -61,6 +62,8 @@ if not cfg.name.startswith("liar"):
     (folder / "config.json").write_text(__import__("json").dumps(cfg.to_dict()))
 log.write("tokens_per_s: 427\\npeak_gb: 0.25\\nbackend: reference\\ncommit: abc1234\\n")
 tell("end")
+if cfg.name.startswith("late"):
+    sys.exit("error: no room for the last checkpoint")
 '''
 
 
@@ -268,11 +271,11 @@ def test_all_names_train_one_seed_before_any_trains_two(place):
 def test_a_failure_stops_no_other_run(place):
     """
     Catches: a sweep that ends at the first failure; a failed run that is dropped, passes for done, hides its
-    reason or is never tried again; a file in the way of a run's folder.
+    reason or is never tried again; a file in the way of a run's folder; a measured loss that is thrown away.
     """
     (place / "out" / "list").mkdir(parents=True)
     (place / "out" / "list" / "file-s1").write_text("")
-    text = "bad | | 1\ncrash | | 1\nliar | | 1\nfile | | 1\na | | 1\n"
+    text = "bad | | 1\ncrash | | 1\nliar | | 1\nfile | | 1\na | | 1\nlate | | 1\n"
     code, out, _ = go(place, text)
     assert code == 1
     found = {row["name"]: (row["status"], row["error"], row["val_loss_fp4"]) for row in rows(place)}
@@ -281,11 +284,12 @@ def test_a_failure_stops_no_other_run(place):
     assert found == {"bad": ("failed", "no recipe is called 'x'[2J", ""),
                      "crash": ("failed", "killed by signal 9", ""),
                      "liar": ("failed", "metrics.csv has no validation loss of step 600: a full disk?", ""),
-                     "a": ("done", "", "1.004")}
+                     "a": ("done", "", "1.004"),
+                     "late": ("done", "no room for the last checkpoint", "1.004")}
     assert "| bad   | n=0 of 1 |" in out and "- bad-s1: failed, no recipe is called" in out
     code, out, _ = go(place, text)
     failed = ["bad-s1", "crash-s1", "liar-s1"]
-    assert code == 1 and [name for name, _ in events(place, "begin")] == [*failed, "a-s1", *failed]
+    assert code == 1 and [name for name, _ in events(place, "begin")] == [*failed, "a-s1", "late-s1", *failed]
 
 
 def test_results_that_cannot_be_written(place):
