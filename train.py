@@ -125,9 +125,9 @@ class Run:
         """ Whether metrics.csv ends with the whole row of this step. """
         with suppress(FileNotFoundError):
             # half a row has no newline behind it
-            *rows, half = (self.folder / "metrics.csv").read_bytes().split(b"\n")
-            return not half and any(row.startswith(b"%d," % step) and row.count(b",") == len(COLUMNS) - 1
-                                    for row in rows[-1:])
+            rows = (self.folder / "metrics.csv").read_bytes().split(b"\n")[:-1]
+            return any(row.startswith(b"%d," % step) and row.count(b",") == len(COLUMNS) - 1
+                       for row in rows[-1:])
         return False
 
     def _lock(self):
