@@ -114,6 +114,10 @@ class Config:
 
 
 KINDS = {f.name: f.type for f in fields(Config)}
+# knobs that may differ when a run is continued: they change what is written, where it runs or which noise
+# is drawn, not what is computed in the mean
+FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch",
+        "log_every", "eval_every", "save_every", "sample_tokens")
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 'text, such as "auto"'}
 
 

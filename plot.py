@@ -333,7 +333,9 @@ def results(root: Path):
     before, _, rest = text.partition(BEGIN)
     if text.count(BEGIN) != 1 or rest.count(END) != 1:
         raise PlotError(f"{readme} needs these two lines, once each and in this order: {BEGIN} and {END}")
-    found = {folder: experiment(folder) for folder in subfolders(root)}
+    # what sweep.py has left there has tables of its own, until somebody adds the folders of runs and about.md
+    found = {folder: experiment(folder) for folder in subfolders(root)
+             if (folder / "about.md").exists() or not (folder / "runs.csv").exists()}
     for folder, (_, lines) in found.items():
         if lines:
             draw(lines, "the bf16 run of the same seed", folder)

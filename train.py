@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from config import EMA_WARMUP, Config, ConfigError, load
+from config import EMA_WARMUP, FREE, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, checkpoints, first_line, newest_checkpoint,
                   pick_device, sample, val_losses)
@@ -39,10 +39,6 @@ from outliers import OutControl
 from quant import QuantLinear, Recipe
 from remedies import Dampen, Freeze, QEma
 
-# knobs that may differ when a run is continued: they change what is written, where it runs or which noise
-# is drawn, not what is computed in the mean
-FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch",
-        "log_every", "eval_every", "save_every", "sample_tokens")
 # what OsciReset, or what takes its place, reports of a window (osci.Report.row), summed over layers
 OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused",
         "near_share", "reset_share", "scale_flicker", "found", "held", "penalty")
@@ -120,11 +116,21 @@ class Run:
         if differ:
             raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
                               "--overwrite to delete that run")
-        if state["step"] >= cfg.steps:
+        # killed during its last evaluation, a run has the last checkpoint and lacks the row: so that is done
+        if state["step"] >= cfg.steps and self._has_row(cfg.steps):
             raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, "
                               "or --overwrite to delete it")
         if 0 < cfg.stop_at <= state["step"]:
             raise ConfigError(f"{self.folder} is at step {state['step']} already; type a larger --stop_at")
+
+    def _has_row(self, step: int) -> bool:
+        """ Whether metrics.csv ends with the whole row of this step. """
+        with suppress(FileNotFoundError):
+            # half a row has no newline behind it
+            rows = (self.folder / "metrics.csv").read_bytes().split(b"\n")[:-1]
+            return any(row.startswith(b"%d," % step) and row.count(b",") == len(COLUMNS) - 1
+                       for row in rows[-1:])
+        return False
 
     def _lock(self):
         """ Keep a second process out of this folder; the system forgets the lock when this one dies. """

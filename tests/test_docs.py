@@ -12,14 +12,16 @@ import config
 import data
 import eval
 import plot
+import sweep
 from config import Config
 from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)    # (language, text) of each
-SOURCES = sorted(path for folder in (".", ".ci", "configs", "tests") for path in (ROOT / folder).glob("*")
-                 if path.is_file() and (path.suffix in (".py", ".md", ".txt", ".ini") or path.name == "run"))
+SOURCES = sorted(path for folder in (".", ".ci", "configs", "sweeps", "tests")
+                 for path in (ROOT / folder).glob("*") if path.is_file()
+                 and (path.suffix in (".py", ".md", ".txt", ".ini") or path.name == "run"))
 
 
 def commands(program: str) -> list[list[str]]:
@@ -51,7 +53,8 @@ def test_train_commands_parse(argv, capsys):
 
 
 @pytest.mark.parametrize("program, argv",
-                         [(p, argv) for p in (data, eval, plot) for argv in commands(f"{p.__name__}.py")],
+                         [(program, argv) for program in (data, eval, plot, sweep)
+                          for argv in commands(f"{program.__name__}.py")],
                          ids=lambda x: " ".join(x) if isinstance(x, list) else x.__name__)
 def test_other_commands_parse(program, argv, monkeypatch):
     """ Catches: a renamed flag or sub-command. Nothing is fetched or loaded. """
@@ -69,7 +72,14 @@ def test_other_commands_parse(program, argv, monkeypatch):
 
 def test_each_program_has_its_commands():
     """ Catches: a pattern above that finds nothing, so that nothing is tested. """
-    assert [len(commands(f"{p}.py")) > 0 for p in ("train", "data", "eval", "plot")] == [True] * 4
+    assert [len(commands(f"{p}.py")) > 0 for p in ("train", "data", "eval", "plot", "sweep")] == [True] * 5
+
+
+@pytest.mark.parametrize("argv", commands("sweep.py"), ids=" ".join)
+def test_sweep_commands_name_a_list(argv, monkeypatch):
+    """ Catches: a list that was renamed, or whose runs no longer parse. """
+    monkeypatch.chdir(ROOT)
+    assert sweep.read_list(Path(argv[0]))
 
 
 def test_the_two_commands_of_a_fresh_machine():
@@ -87,6 +97,11 @@ def test_config_files_exist():
     tour = next(line for line in README.splitlines() if line.startswith("configs/ "))
     for path in (ROOT / "configs").glob("*.py"):
         assert re.search(rf"\b{path.stem}\b", tour), f"{path.name} is not in the tour of the files"
+
+
+def test_the_list_shown_is_that_of_the_quick_start():
+    shown = next(text for _, text in FENCES if "| seeds\n" in text)
+    assert (ROOT / "sweeps" / "quickstart.txt").read_text().endswith(shown)
 
 
 def test_the_tour_is_complete():

@@ -257,6 +257,20 @@ def test_mistakes_with_results(experiment, capsys):
     assert sorted(path.name for path in root.rglob("*")) == ["bf16-s1", "config.json", "metrics.csv", "nano"]
 
 
+def test_the_results_of_a_sweep_do_not_stop_the_others(experiment):
+    """ Catches: `has no about.md` for the sake of a sweep, so that nobody's tables are written. """
+    make(experiment / "bf16-s1")
+    other = experiment.parent / "quickstart"
+    other.mkdir()
+    (other / "runs.csv").write_text("name,seed\n")
+    plot.main([f"--results={experiment.parent}"])
+    text = (experiment.parent / "README.md").read_text()
+    assert "## nano" in text and "quickstart" not in text
+    (other / "about.md").write_text("Why.\n")
+    plot.main([f"--results={experiment.parent}"])
+    assert "## quickstart" in (experiment.parent / "README.md").read_text()
+
+
 def test_without_matplotlib(experiment, capsys, monkeypatch):
     """ Catches: a traceback, a table withheld that needs no matplotlib, tables without their figures. """
     for name in ("matplotlib", "matplotlib.figure"):

@@ -306,6 +306,24 @@ def test_kill_at_any_moment(shards, tmp_path):
     assert not list(b.glob("*.tmp")) and len(list(b.glob("ckpt_*.pt"))) == 2
 
 
+@pytest.mark.parametrize("left", ["", "20,2560,", None])
+def test_a_kill_during_the_last_evaluation(go, left):
+    """
+    Catches: a run that is refused as finished, though it was killed before its last validation loss.
+    """
+    folder, _ = go("r", "--recipe=tetrajet_base")
+    path = folder / "metrics.csv"
+    straight, kept = path.read_text(), path.read_text().splitlines(keepends=True)[:-1]
+    path.write_text("".join(kept) + (left or ""))
+    if left is None:
+        path.unlink()
+    _, printed = go("r", "--recipe=tetrajet_base")
+    assert "val_loss_fp4: " in printed and "left" not in printed
+    assert path.read_text() == (straight if left is not None else kept[0] + straight.splitlines(True)[-1])
+    with pytest.raises(SystemExit):
+        go("r", "--recipe=tetrajet_base")
+
+
 def test_a_torn_checkpoint_is_skipped(go):
     """ Catches: a resume that trusts the newest file, or dies of it. """
     flags = ["--recipe=tetrajet_base", "--save_every=5"]
