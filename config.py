@@ -57,6 +57,7 @@ class Config:
     rope_theta: float = 500_000.0       # base of the rotary frequencies
     norm_eps: float = 1e-6              # added to the mean square in every RMSNorm
     init_std: float = 0.02              # of the initial weights, a normal that is cut at 3 std
+    init_from: str = ""                 # start from the OLMo-2 in this folder (Hugging Face); "" = random
 
     # training
     steps: int = 600                    # optimizer steps

@@ -5,6 +5,8 @@ measure its loss, let it write.
     python eval.py out/RUN                         validation loss, with the recipe's forward
                                                    and without rounding
     python eval.py out/RUN --prompt="Python is"    text that continues the prompt, with the recipe's forward
+    python eval.py out/RUN --export=hf --to=DIR    the model as a folder for Hugging Face transformers; nvfp4
+                                                   for vLLM (hf.py)
 
 train.py uses the same functions, so that a loss printed in training and one printed here are the same number.
 """
@@ -246,11 +248,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the text (0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (auto)")
     parser.add_argument("--data", help="folder of token shards, if it is not where it was in training")
+    parser.add_argument("--export", choices=("hf", "nvfp4"),
+                        help="write the model in this format instead of measuring the loss")
+    parser.add_argument("--to", type=Path, help="the folder to write, new or empty")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
+                        help="of the weights that --export=hf writes (float32)")
     args = parser.parse_args(argv)
     if args.tokens < 1 or args.top_k < 0 or not 0 <= args.seed < 2**63:
         parser.error("--tokens is at least 1, --top_k at least 0, --seed from 0 to 2**63 - 1")
     if args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3:
         parser.error("--temperature is 0, or from 0.001 to 1000")
+    if bool(args.export) != bool(args.to and args.to.name):
+        parser.error("--export=hf or --export=nvfp4 goes with --to=DIR, a new folder, and --to with --export")
+    if args.dtype and args.export != "hf" or args.export and args.prompt is not None:
+        parser.error("--dtype goes with --export=hf, and --prompt with no --export")
     return args
 
 
@@ -262,6 +273,10 @@ def main(argv: list[str]):
         model, cfg, corpus, step = load_checkpoint(args.run, args.device, args.data)
         if args.prompt is not None:
             print(sample(model, corpus, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
+            return
+        if args.export:
+            from hf import export
+            export(model, cfg, corpus, args.export, args.to, args.dtype or "float32")
             return
         print(f"step: {step}")
         for name, loss in val_losses(model, corpus, cfg).items():

@@ -572,6 +572,14 @@ def introduce(run: Run, trainer: Trainer, entropy: float):
             (f": {epochs:.1f} times through the training tokens" if epochs > 1 else ""))
 
 
+def initial_weights(cfg: Config, run: Run, trainer: Trainer) -> str:
+    """ Read init_from's weights into a fresh run -> what to say. A checkpoint to continue from wins. """
+    if not cfg.init_from or checkpoints(run.folder) and not cfg.overwrite:
+        return ""
+    from hf import init_weights
+    return init_weights(trainer.model, cfg)
+
+
 def main(argv: list[str]):
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
@@ -588,11 +596,14 @@ def main(argv: list[str]):
         entropy = corpus.val.unigram_entropy()
         corpus.val.whole_windows(cfg.seq_len)
         next(trainer.micro_batches())
+        origin = initial_weights(cfg, run, trainer)
         state = run.open(cfg, trainer.recipe)
         if state:
             trainer.load(state)
             del state
         introduce(run, trainer, entropy)
+        if origin:
+            run.say(origin)
         row = train(cfg, run, trainer)
         if row is not None:
             summary(run, trainer, row)
