@@ -11,6 +11,7 @@ What --results reads and writes:
     results/<experiment>/about.md            read: a paragraph of what, why, command, commit, GPU, corpus
     results/<experiment>/<run>/              read: config.json, metrics.csv, log.txt, as train.py left them
     results/<experiment>/compare.png, .svg   written
+    results/bench_*/                         left alone: what bench.py measured, which no run trained
 
 Runs that differ in nothing but the seed share a row of the table: mean +- standard deviation. The same runs
 give the same bytes, so that a diff of results/ shows what changed and nothing else.
@@ -333,7 +334,8 @@ def results(root: Path):
     before, _, rest = text.partition(BEGIN)
     if text.count(BEGIN) != 1 or rest.count(END) != 1:
         raise PlotError(f"{readme} needs these two lines, once each and in this order: {BEGIN} and {END}")
-    found = {folder: experiment(folder) for folder in subfolders(root)}
+    found = {folder: experiment(folder) for folder in subfolders(root)
+             if not folder.name.startswith("bench_")}
     for folder, (_, lines) in found.items():
         if lines:
             draw(lines, "the bf16 run of the same seed", folder)
