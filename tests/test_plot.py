@@ -165,7 +165,7 @@ def test_unfinished_runs_are_listed_and_not_averaged(experiment):
 
 
 def test_the_folders_of_bench_are_no_experiments(experiment):
-    """ Catches: a benchmark's folder, which has no about.md and no runs, that ends the writing of all tables. """
+    """ Catches: a benchmark's folder, with no about.md and no runs, that ends the writing of all tables. """
     make(experiment / "bf16-s1")
     (experiment.parent / "bench_linear").mkdir()
     plot.main([f"--results={experiment.parent}"])
