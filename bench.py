@@ -374,8 +374,10 @@ class Fp8Linear(nn.Module):
     def __init__(self, K: int, N: int, device: torch.device):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(N, K, device=device))
-        # dynamic: one program for all shapes; fullgraph: an error where a limit would end in the slow, eager one
-        self.cast = fp8_cast if device.type == "cpu" else torch.compile(fp8_cast, dynamic=True, fullgraph=True)
+        # dynamic: one program for all shapes; fullgraph: an error where a limit would end in the eager one
+        self.cast = fp8_cast
+        if device.type == "cuda":
+            self.cast = torch.compile(fp8_cast, dynamic=True, fullgraph=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return Fp8Product.apply(x, self.weight, self.cast)
