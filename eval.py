@@ -19,8 +19,10 @@ import argparse
 import difflib
 import math
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -91,6 +93,22 @@ def build(cfg: Config, corpus_vocab: int, device: torch.device,
     model = GPT(cfg, vocab, make_linear).to(device)
     counter.to(device)
     return model, layers, counter
+
+
+@lru_cache
+def commit() -> str:
+    """
+    The git commit of the code as it was at the first call, '+' if files were changed; 'unknown' without git.
+    """
+    def git(*args):
+        here = Path(__file__).resolve().parent
+        done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    try:
+        git("ls-files", "--error-unmatch", "eval.py")   # else a copy of it lies in somebody else's repository
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ What --results reads and writes:
     results/<experiment>/about.md            read: a paragraph of what, why, command, commit, GPU, corpus
     results/<experiment>/<run>/              read: config.json, metrics.csv, log.txt, as train.py left them
     results/<experiment>/compare.png, .svg   written
+    results/bench_*/                         left alone: what bench.py measured, which no run trained
 
 Runs that differ in nothing but the seed share a row of the table: mean +- standard deviation. The same runs
 give the same bytes, so that a diff of results/ shows what changed and nothing else.
@@ -333,9 +334,11 @@ def results(root: Path):
     before, _, rest = text.partition(BEGIN)
     if text.count(BEGIN) != 1 or rest.count(END) != 1:
         raise PlotError(f"{readme} needs these two lines, once each and in this order: {BEGIN} and {END}")
-    # what sweep.py has left there has tables of its own, until somebody adds the folders of runs and about.md
+    # bench.py and sweep.py leave tables of their own; a sweep's runs join when somebody adds their folders
+    # and about.md
     found = {folder: experiment(folder) for folder in subfolders(root)
-             if (folder / "about.md").exists() or not (folder / "runs.csv").exists()}
+             if not folder.name.startswith("bench_")
+             and ((folder / "about.md").exists() or not (folder / "runs.csv").exists())}
     for folder, (_, lines) in found.items():
         if lines:
             draw(lines, "the bf16 run of the same seed", folder)

@@ -20,11 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from contextlib import suppress
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,8 +30,8 @@ import torch
 
 from config import EMA_WARMUP, FREE, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
-from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, checkpoints, first_line, newest_checkpoint,
-                  pick_device, sample, val_losses)
+from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, checkpoints, commit, first_line,
+                  newest_checkpoint, pick_device, sample, val_losses)
 from osci import OsciReset
 from outliers import OutControl
 from quant import QuantLinear, Recipe
@@ -224,22 +222,6 @@ class Run:
                     old.unlink()
         self.last_good = path
         return True
-
-
-@lru_cache
-def commit() -> str:
-    """
-    The git commit of the code as it was at the first call, '+' if files were changed; 'unknown' without git.
-    """
-    def git(*args):
-        here = Path(__file__).resolve().parent
-        done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-    try:
-        git("ls-files", "--error-unmatch", "train.py")  # else a copy of it lies in somebody else's repository
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 # -----------------------------------------------------------------------------

@@ -164,6 +164,15 @@ def test_unfinished_runs_are_listed_and_not_averaged(experiment):
     assert "full-s1 (0 of 40 steps)" in text and "|" not in text and "compare.png" not in text
 
 
+def test_the_folders_of_bench_are_no_experiments(experiment):
+    """ Catches: a benchmark's folder, with no about.md and no runs, that ends the writing of all tables. """
+    make(experiment / "bf16-s1")
+    (experiment.parent / "bench_linear").mkdir()
+    plot.main([f"--results={experiment.parent}"])
+    text = (experiment.parent / "README.md").read_text()
+    assert f"## {experiment.name}" in text and "bench_linear" not in text
+
+
 def test_commit_and_device_come_from_the_logs(experiment):
     """ Catches: a table that hides that its rows were made by two commits, or on two GPUs. """
     make(experiment / "bf16-s1")

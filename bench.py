@@ -1,0 +1,786 @@
+"""
+How fast it is, on the machine at hand; and how fast it could be, on paper.
+
+    python bench.py model      expected times of a layer's linears on three GPUs: computed, nothing measured
+    python bench.py kernels    the kernels one by one: bytes a second, next to those of a plain copy
+    python bench.py linear     forward and backward of one linear, by shape: bf16, FP8, each FP4 back end
+    python bench.py step       tokens a second of a whole training step, and what OsciReset adds to it
+
+Each prints markdown tables with the machine and the commit, and writes them to results/bench_<what>/bench.md,
+with the raw numbers in bench.json (--out=FOLDER for elsewhere). Every kernel, layer and model is checked
+before it is timed. On a CPU the checks are all there is: a time there would say nothing about FP4, so none is
+printed, and nothing is written unless --out says where.
+
+What is timed lies between two CUDA events, n times after a warm-up; the tables give median, least and most.
+Where one operation is timed, a buffer larger than the L2 cache is read before each call: its inputs come from
+memory, as in training. In `step` nothing comes between the steps.
+
+Left out: data loading and evaluation, more than one GPU, and any number that is not of this machine, but for
+the paper's, which are labelled as theirs.
+
+Letters used for shapes: T tokens, K input and N output features, C outlier channels.
+"""
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import CHOICES, Config, ConfigError, parse
+from data import Parser
+from eval import autocast, build, commit, pick_device
+from osci import OsciReset
+from quant import Counter, Operand, QuantLinear, fake_quantize, uniform
+from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
+from roofline import GPUS, METHODS, OUTLIER_SHARE, PAPER, layer_shapes, roofline
+
+HERE = Path(__file__).resolve().parent
+WARMUP = 3               # calls or steps before the first that counts
+FEWEST, PATIENCE = 5, 10_000      # calls, and milliseconds for all of them: see measure()
+
+
+class BenchError(ValueError):
+    """ A mistake of the user's, told in one line that says what to type instead. """
+
+
+class CheckFailed(RuntimeError):
+    """ Something computes wrong numbers, so its speed is not worth printing. """
+
+
+def need(holds: bool, message: str):
+    if not holds:
+        raise CheckFailed(message)
+
+
+# -----------------------------------------------------------------------------
+# 1  the machine, the clock, the report
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """ What a reader must know to compare a number with one of his own. """
+    gpu = "none (CPU)"
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        gpu = f"{p.name} (compute capability {p.major}.{p.minor})"
+    triton = "none"
+    if find_spec("triton"):
+        import triton
+        triton = triton.__version__
+    return {"gpu": gpu, "torch": torch.__version__, "triton": triton, "python": platform.python_version(),
+            "commit": commit()}
+
+
+def backends_here(device: torch.device) -> list[str]:
+    """ The FP4 back ends that this program has and this device can run, of those that config.py knows. """
+    on_gpu = device.type == "cuda" and find_spec("triton") is not None
+    there = {"reference": True, "emulate": on_gpu,
+             "native": on_gpu and torch.cuda.get_device_capability(device)[0] in (10, 12)}
+    return [name for name in there if there[name] and name in CHOICES["backend"]]
+
+
+def has_fp8(device: torch.device) -> bool:
+    """ Whether torch._scaled_mm runs on FP8 tensor cores here. """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """ Milliseconds. """
+    median: float
+    least: float
+    most: float
+    n: int
+
+    @staticmethod
+    def of(times: list[float]) -> "Timing":
+        return Timing(median(times), min(times), max(times), len(times))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.least:.3f} to {self.most:.3f})"
+
+
+class CudaClock:
+    """ Marks in the stream of work; reading them waits for the device once, at the end. """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @cached_property
+    def cold(self) -> Tensor:
+        size = max(4 * torch.cuda.get_device_properties(self.device).L2_cache_size, 2**28)
+        return torch.zeros(size // 4, dtype=torch.int32, device=self.device)
+
+    def flush(self):
+        """ L2 holds nothing of what was used before. Read, not written: dirty lines would cost later. """
+        self.cold.amax()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, marks: list[tuple]) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in marks]
+
+
+def measure(call: Callable, clock, n: int, prepare: Callable | None = None) -> Timing:
+    """
+    Time call(), or call(prepare()) with prepare not timed, from a cold cache: n times after WARMUP others,
+    but fewer, down to FEWEST, where that would take longer than PATIENCE.
+    """
+    def once() -> tuple:
+        made = [prepare()] if prepare else []
+        clock.flush()
+        start = clock.mark()
+        call(*made)
+        return start, clock.mark()
+    warm = clock.between([once() for _ in range(WARMUP)])[-1]
+    n = min(n, max(FEWEST, int(PATIENCE / max(warm, 1e-6))))
+    return Timing.of(clock.between([once() for _ in range(n)]))
+
+
+def markdown(rows: list[list]) -> str:
+    """ A table, the first row its head, whose columns line up in a terminal too; numbers to the right. """
+    rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = [all(cell[:1].isdigit() or cell == "-" for cell in column[1:]) for column in zip(*rows)]
+    rule = ["-" * (width - r) + ":" * r for width, r in zip(widths, right)]
+    head, *lines = [[cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)]
+                    for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
+
+
+class Report:
+    """ What is printed, and kept in a folder: bench.md as printed, bench.json with the raw numbers. """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device | None):
+        self.folder = args.out
+        # a pass without times is no result, and must not stand in the way of one
+        if self.folder is None and (device is None or device.type == "cuda"):
+            self.folder = HERE / "results" / f"bench_{args.what}"
+        if self.folder and (self.folder / "bench.json").exists() and not args.overwrite:
+            raise BenchError(f"{self.folder} holds a result; type --overwrite, or --out=ANOTHER")
+        about = machine(device) if device else {"gpu": "none: computed", "commit": commit()}
+        self.data = {"what": args.what, "command": " ".join(["python bench.py", *args.argv]),
+                     "machine": about, "rows": []}
+        self.text = []
+        # now, so that a folder that cannot be written is told before the measuring and not after it
+        self.save()
+        self.say(f"`{self.data['command']}`: " + ", ".join(f"{k} {v}" for k, v in about.items()))
+
+    def say(self, text: str):
+        print(text + "\n", flush=True)
+        self.text.append(text)
+        self.save()
+
+    def row(self, **raw):
+        """ One raw result. Saved at once: a later one may run out of memory, or of patience. """
+        self.data["rows"].append(raw)
+        self.save()
+
+    def save(self):
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        texts = {"bench.json": json.dumps(self.data, indent=1), "bench.md": "\n\n".join(self.text)}
+        for name, text in texts.items():
+            temporary = self.folder / (name + ".tmp")
+            temporary.write_text(text + "\n", encoding="utf-8")
+            os.replace(temporary, self.folder / name)
+
+
+def no_times(report: Report, what: str):
+    report.say(f"On a CPU: {what} checked and nothing timed, since a time here would say nothing about FP4."
+               + ("" if report.folder else " Not saved: that takes --out=FOLDER."))
+
+
+def free():
+    """ After an exception that held on to tensors. """
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def effective_bits(x: Tensor, rounded: Tensor) -> float:
+    """ -log2(relative squared error) / 2: one bit more halves the error. inf if there is none. """
+    error = float((rounded.double() - x.double()).square().sum() / x.double().square().sum())
+    return -math.log2(error) / 2 if error else math.inf
+
+
+# -----------------------------------------------------------------------------
+# 2  bench.py model: the formulas are those of roofline.py
+
+
+def speeds(t: dict, methods: tuple[str, ...], over: tuple[str, ...]) -> list[str]:
+    """ t: method -> (forward, backward). How many times as fast: forward, and both passes together. """
+    return [f"{there / here:.2f}" for m in methods for o in over
+            for here, there in ((t[m][0], t[o][0]), (sum(t[m]), sum(t[o])))]
+
+
+def bench_model(args: argparse.Namespace):
+    report, T, ours = Report(args, None), args.tokens, METHODS[2:]
+    report.say("Computed from the formulas in roofline.py and the vendor's peak rates; nothing was measured. "
+               f"{T:,} tokens, d_ff = {args.ff:g} d_model. Rounding moves its bytes at full bandwidth and "
+               "overlaps with nothing; products run at their peak, or at full bandwidth if that is longer. "
+               "ms: forward + backward. base/fp8: how many times as fast; f: the forward pass alone.")
+    head = ["d_model", "linear", "K", "N", *(f"{m}, ms" for m in METHODS)]
+    head += [f"{m}/{o}{f}" for m in ours for o in ("fp8", "bf16") for f in (", f", "")]
+    compared = [["GPU", "d_model", *(f"{m}/fp8{w}" for w in ("", ", W not rounded") for m in ours)]]
+    for gpu in GPUS:
+        rows = [head]
+        for d in args.d_model:
+            times, without_w = (roofline(gpu, T, d, args.ff, w) for w in (True, False))
+            for name, t in times.items():
+                K, N = layer_shapes(d, args.ff).get(name, ("-", "-"))
+                rows.append([d, name, K, N, *(f"{1e3 * sum(t[m]):.3f}" for m in METHODS),
+                             *speeds(t, ours, ("fp8", "bf16"))])
+                report.row(gpu=asdict(gpu), tokens=T, d_model=d, linear=name, K=K, N=N, seconds=t,
+                           seconds_w_not_rounded=without_w[name])
+            compared.append([gpu.name, d, *(s for t in (times, without_w)
+                                            for s in speeds(t["all four"], ours, ("fp8",))[1::2])])
+        report.say(f"**{gpu.name}**: bf16 {gpu.bf16:g}, FP8 {gpu.fp8:g}, FP4 {gpu.fp4:g} TFLOP/s, "
+                   f"{gpu.bandwidth:g} GB/s (vendor's datasheet, dense)")
+        report.say(markdown(rows))
+    report.say("All four linears of a layer, both passes, computed; W not rounded: by neither, as in a "
+               "micro-step that finds W rounded by the one before.")
+    report.say(markdown(compared))
+    report.say("What the paper reports, measured by its authors on an RTX 5090 against TransformerEngine's "
+               "FP8 (arXiv 2510.27527, as quoted); by its code, the time of a linear leaves rounding W out:")
+    report.say(markdown([["of", "base over FP8, theirs", "full over FP8, theirs"],
+                         *([what, f"{base:.2f}", f"{full:.2f}"] for what, base, full in PAPER)]))
+
+
+# -----------------------------------------------------------------------------
+# 3  bench.py kernels
+
+
+@dataclass(frozen=True)
+class Case:
+    """ One kernel at one shape. bytes: the least that its inputs and outputs must move. """
+    name: str
+    shape: tuple[int, ...]
+    call: Callable[[], object]
+    bytes: float
+    check: Callable[[], float]     # -> effective bits of what call() computes; CheckFailed if it is wrong
+
+
+def reference_cases(device: torch.device, T: int, K: int) -> list[Case]:
+    """ The rounding of quant.py in plain PyTorch: dozens of passes, so this is what kernels improve on. """
+    x = torch.randn(T, K, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    counter = Counter(1, device=device).state
+
+    def case(name: str, op: Operand) -> Case:
+        def call() -> Tensor:
+            return fake_quantize(x, op, uniform(x.shape, counter, 0, 3) if op.stochastic else None)
+
+        def check() -> float:
+            noise = uniform(x.shape, counter, 0, 3)[:32].cpu() if op.stochastic else None
+            got = call()
+            need(torch.equal(got[:32].cpu(), fake_quantize(x[:32].cpu(), op, noise)),
+                 f"{name} of {T}x{K} differs from the same rounding on the CPU")
+            return effective_bits(x, got)
+        return Case(f"reference: {name}", (T, K), call, T * K * (2 + 4), check)
+    return [case("nearest, 1x16 in 128", NEAREST), case("stochastic, 1x16 in 128", STOCHASTIC),
+            case("MXFP8", MXFP8)]
+
+
+def copy_bandwidth(device: torch.device, clock, n: int) -> tuple[float, Timing]:
+    """ GB/s of a copy of 1 GiB within the device, bytes read plus written: what a kernel may hope for. """
+    source = torch.zeros(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = measure(lambda: target.copy_(source), clock, n)
+    return 2 * source.numel() / timing.median / 1e6, timing
+
+
+def kernel_table(cases: list[Case], report: Report, clock, n: int, copy: float | None) -> str:
+    """ Check and then time each case -> the table; without a clock the checks alone. """
+    head = ["kernel", "shape", "effective bits"]
+    rows = [head + ["GB moved", "GB/s", "% of copy", "ms", "n"] if clock else head]
+    for case in cases:
+        row = [case.name, "x".join(map(str, case.shape)), f"{case.check():.2f}"]
+        raw = {"kernel": case.name, "shape": case.shape, "bytes": case.bytes}
+        if clock:
+            t = measure(case.call, clock, n)
+            rate = case.bytes / t.median / 1e6
+            row += [f"{case.bytes / 1e9:.3f}", f"{rate:.0f}", f"{100 * rate / copy:.1f}", t, t.n]
+            raw["ms"] = asdict(t)
+        report.row(**raw)
+        rows.append(row)
+    return markdown(rows)
+
+
+def bench_kernels(args: argparse.Namespace):
+    device = pick_device(args)
+    report, clock, copy = Report(args, device), None, None
+    if device.type == "cuda":
+        clock = CudaClock(device)
+        copy, timing = copy_bandwidth(device, clock, args.n)
+        report.row(kernel="copy", shape=[2**30], bytes=2**31, ms=asdict(timing))
+        report.say(f"a copy of 1 GiB: {copy:.0f} GB/s, read + written; {timing} ms, n={timing.n}")
+        cases = [case for T, K in ((8192, 4096), (32768, 1024)) for case in reference_cases(device, T, K)]
+    else:
+        no_times(report, "the rounding of one small tensor is")
+        cases = reference_cases(device, 64, 256)
+    report.say(kernel_table(cases, report, clock, args.n, copy))
+
+
+# -----------------------------------------------------------------------------
+# 4  bench.py linear
+
+
+def fp8_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """ x (M, K) -> in FP8, by max|x| of the whole tensor; the same transposed; and the scale, float32. """
+    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    y = (x.float() / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    return y, y.t().contiguous(), scale
+
+
+class Fp8Product(torch.autograd.Function):
+    """ A linear in FP8 per tensor: E4M3 forward, E5M2 for dY; the casts fused by `cast`, compiled or not. """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, cast: Callable) -> Tensor:
+        x8, xt8, sx = cast(x, torch.float8_e4m3fn)
+        w8, wt8, sw = cast(w, torch.float8_e4m3fn)
+        ctx.save_for_backward(xt8, wt8, sx, sw)
+        ctx.cast = cast
+        return torch._scaled_mm(x8, w8.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        xt8, wt8, sx, sw = ctx.saved_tensors
+        dy8, dyt8, sdy = ctx.cast(dy, torch.float8_e5m2)
+        # the second operand is always handed over column-major, which is what the tensor cores read
+        dx = torch._scaled_mm(dy8, wt8.t(), sdy, sw, out_dtype=torch.bfloat16)
+        dw = torch._scaled_mm(dyt8, xt8.t(), sdy, sx, out_dtype=torch.bfloat16)
+        return dx, dw.float(), None
+
+
+class Fp8Linear(nn.Module):
+    def __init__(self, K: int, N: int, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(N, K, device=device))
+        # dynamic: one program for all shapes; fullgraph: an error where a limit would end in the eager one
+        self.cast = fp8_cast
+        if device.type == "cuda":
+            self.cast = torch.compile(fp8_cast, dynamic=True, fullgraph=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fp8Product.apply(x, self.weight, self.cast)
+
+
+def quant_linear(K: int, N: int, recipe: str, backend: str, device: torch.device) -> QuantLinear:
+    """ With a tenth of its channels, drawn at random, in the outlier format where the recipe has one. """
+    r = RECIPES[recipe]
+    outliers = round(OUTLIER_SHARE * K) if r.outlier else 0
+    other = {} if backend == "reference" else {"backend": backend}
+    layer = QuantLinear(K, N, bias=False, recipe=r, counter=Counter(1, device=device), outliers=outliers,
+                        device=device, **other)
+    draw = torch.randperm(K, generator=torch.Generator().manual_seed(2))
+    layer.set_channels(draw[:outliers].to(device))
+    return layer
+
+
+def make_layer(method: str, K: int, N: int, device: torch.device) -> nn.Module:
+    """ bf16, fp8, or RECIPE/BACKEND; the weight is the same for all. """
+    recipe, _, backend = method.partition("/")
+    layer = Fp8Linear(K, N, device) if method == "fp8" else quant_linear(
+        K, N, recipe, backend or "reference", device)
+    with torch.no_grad():
+        layer.weight.normal_(0.0, 0.02, generator=torch.Generator(device).manual_seed(1))
+    return layer
+
+
+def linear_inputs(T: int, K: int, N: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """ X, which wants a gradient, and dY: bf16 on a GPU, float32 on a CPU, as autocast has it there. """
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    g = torch.Generator(device).manual_seed(3)
+    x, dy = (torch.randn(T, n, generator=g, device=device).to(dtype) for n in (K, N))
+    return x.requires_grad_(), dy
+
+
+# Least and most relative error of a product, for normally distributed operands. FP4: 9.0e-3 relative squared
+# error of an operand to nearest and 21.3e-3 stochastic (tests/test_quant.py), so Y is off by .13 and dX by
+# .23. Below the least, nothing was rounded
+ERRORS = {"bf16": (0.0, 0.01), "fp8": (0.01, 0.1), "fp4": (0.05, 0.3)}
+SAME = 0.015     # between back ends, which round alike: values stored and summed in bf16
+
+
+def check_linear(method: str, device: torch.device, T: int = 256, K: int = 384,
+                 N: int = 512) -> dict[str, float]:
+    """ Relative errors of y, dx and dw against float64; CheckFailed if they are not those of the method. """
+    x, dy = linear_inputs(T, K, N, device)
+
+    def run(method: str) -> dict[str, Tensor]:
+        layer = make_layer(method, K, N, device)
+        x.grad = None
+        with autocast(device):
+            y = layer(x)
+        y.backward(dy.to(y.dtype))
+        return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad, "w": layer.weight.detach()}
+
+    def off(a: Tensor, b: Tensor) -> float:
+        return float((a.double() - b.double()).norm() / b.double().norm())
+    got = run(method)
+    x64, w64, dy64 = (t.detach().double() for t in (x, got["w"], dy))
+    errors = {"y": off(got["y"], x64 @ w64.T), "dx": off(got["dx"], dy64 @ w64),
+              "dw": off(got["dw"], dy64.T @ x64)}
+    recipe, _, backend = method.partition("/")
+    least, most = ERRORS[method if method in ERRORS else "fp4"]
+    for name, error in errors.items():
+        need(least <= error <= most, f"{method}: the relative error of {name} is {error:.4f}, "
+                                     f"not from {least} to {most}")
+    if backend not in ("", "reference"):
+        other = run(f"{recipe}/reference")
+        for name in errors:
+            distance = off(got[name], other[name])
+            need(distance <= SAME,
+                 f"{method}: {name} differs from the reference by {distance:.4f} of its size")
+    return errors
+
+
+def time_linear(layer: nn.Module, T: int, K: int, N: int, device: torch.device, clock, n: int):
+    """ Forward as in training, which keeps what backward needs; and backward, both gradients -> Timings. """
+    x, dy = linear_inputs(T, K, N, device)
+
+    def forward() -> Tensor:
+        x.grad = layer.weight.grad = None
+        with autocast(device):
+            return layer(x)
+    return measure(forward, clock, n), measure(lambda y: y.backward(dy), clock, n, prepare=forward)
+
+
+def default_shapes() -> list[tuple[int, int, int]]:
+    square = [(T, d, d) for d in (1024, 2048, 4096, 8192, 16384) for T in (4096, 8192, 16384)]
+    return [*square, (32768, 1024, 1024), (32768, 4096, 4096)]
+
+
+def bench_linear(args: argparse.Namespace):
+    device = pick_device(args)
+    report = Report(args, device)
+    methods = ["bf16"] + ["fp8"] * has_fp8(device)
+    methods += [f"{recipe}/{backend}" for backend in args.backends or backends_here(device)
+                for recipe in ("tetrajet_base", "tetrajet_full")]
+    table = [["method", "error of Y", "of dX", "of dW"]]
+    for method in methods:
+        errors = check_linear(method, device)
+        table.append([method, *(f"{e:.4f}" for e in errors.values())])
+        report.row(method=method, relative_errors=errors)
+    report.say("Checked at T=256, K=384, N=512: relative errors against float64.")
+    report.say(markdown(table))
+    if device.type != "cuda":
+        return no_times(report, "layers of this one shape are")
+    report.say("Medians, and least to most; the float32 master weight is cast or rounded in each forward. "
+               "Speed over bf16: of both passes together, then of each.")
+    report.say(markdown(linear_table(args, report, device, methods, CudaClock(device))))
+
+
+def linear_table(args: argparse.Namespace, report: Report, device: torch.device, methods: list[str],
+                 clock) -> list[list]:
+    """ Every method at every shape. """
+    table = [["T", "K", "N", "method", "forward, ms", "backward, ms", "TFLOP/s", "speed over bf16", "forward",
+              "backward", "n"]]
+    for T, K, N in args.shapes or default_shapes():
+        bf16 = None
+        for method in methods:
+            print(f"{T}x{K}x{N} {method}", file=sys.stderr, flush=True)
+            times = None
+            try:
+                times = time_linear(make_layer(method, K, N, device), T, K, N, device, clock, args.n)
+            except torch.OutOfMemoryError:
+                free()
+            report.row(T=T, K=K, N=N, method=method, ms=times and [asdict(t) for t in times])
+            if times is None:
+                table.append([T, K, N, method, "out of memory", *["-"] * 6])
+                continue
+            f, b = (t.median for t in times)
+            bf16 = (f, b) if method == "bf16" else bf16
+            ratios = [f"{there / here:.2f}" for there, here in
+                      ((sum(bf16), f + b), (bf16[0], f), (bf16[1], b))] if bf16 else ["-"] * 3
+            table.append([T, K, N, method, *times, f"{6 * T * K * N / (f + b) / 1e9:.1f}", *ratios,
+                          min(t.n for t in times)])
+    return table
+
+
+# -----------------------------------------------------------------------------
+# 5  bench.py step
+
+SIZES = {
+    "nano": [],                                        # config.py's defaults, for a CPU
+    "70m": ["olmo2_70m"],
+    "370m": ["olmo2_370m"],
+    # four layers of a model in which the products weigh more: twice as wide, and wider heads
+    "d2048": ["olmo2_370m", "--n_layer=4", "--d_model=2048", "--n_head=16", "--d_ff=5632"],
+}
+
+
+def step_config(size: str, recipe: str, backend: str, device: torch.device, tokens: int,
+                seq_len: int) -> Config:
+    """ The config of train.py for one optimizer step of `tokens` tokens in a single micro-step. """
+    files = [name if name.startswith("--") else str(HERE / "configs" / f"{name}.py")
+             for name in (recipe, *SIZES[size])]
+    return parse([*files, f"--backend={backend}", f"--device={device.type}", f"--seq_len={seq_len}",
+                  f"--batch_tokens={tokens}", "--micro_batch=0", f"--eval_tokens={seq_len}"])
+
+
+class Training:
+    """ A model that trains on one batch of random tokens: train.py's step without its data and its log. """
+
+    def __init__(self, cfg: Config, device: torch.device, compiled: bool):
+        self.cfg, self.device, self.done = cfg, device, 0
+        self.model, self.layers, self.counter = build(cfg, 2, device)
+        self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
+                                           betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
+        g = torch.Generator().manual_seed(1)
+        for layer in self.layers.values():
+            draw = torch.randperm(layer.in_features, generator=g)
+            layer.set_channels(draw[: layer.channels.numel()].to(device))
+        shape = cfg.batch_tokens // cfg.seq_len, cfg.seq_len + 1
+        rows = torch.randint(self.model.embed.num_embeddings, shape, generator=g).to(device)
+        self.inputs, self.targets = rows[:, :-1], rows[:, 1:]
+        self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
+
+    def step(self, osci: OsciReset | None = None) -> Tensor:
+        """ Forward, backward, clipping, AdamW, OsciReset; -> the loss, on the device. """
+        self.counter.set(self.done)
+        with autocast(self.device):
+            ce, z, _ = self.forward(self.inputs, self.targets)
+        ((ce + self.cfg.z_loss * z) / self.cfg.batch_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if osci:
+            osci.after_step(self.done)
+        self.done += 1
+        return ce.detach() / self.cfg.batch_tokens
+
+    def timed(self, n: int, clock, osci: OsciReset | None = None) -> list[float]:
+        """ Milliseconds of n steps, one after the other. """
+        marks = [clock.mark()]
+        for _ in range(n):
+            self.step(osci)
+            marks.append(clock.mark())
+        return clock.between(list(zip(marks, marks[1:])))
+
+
+def osci_share(cfg: Config, outside: float, opening: float, inside: float, closing: float) -> float:
+    """
+    Share of the training time that OsciReset takes. Arguments: milliseconds of a step outside of windows, of
+    the step that opens one, of those in it, and of the last, which resets. Each window has one step of the
+    first kind, osci_window - 1 of the second and one of the third.
+    """
+    start, period, window = (cfg.in_steps(x) for x in (cfg.osci_start, cfg.osci_period, cfg.osci_window))
+    # those that close before training ends: start + i * period + window < steps
+    windows = max(0, -(-(cfg.steps - window - start) // period))
+    extra = windows * (opening + (window - 1) * inside + closing - (window + 1) * outside)
+    return extra / (extra + cfg.steps * outside)
+
+
+def time_osci(training: Training, mode: str, outside: float, n: int, clock) -> dict[str, float]:
+    """ Two windows of n steps, the first to warm up -> the milliseconds that osci_share() asks for. """
+    first = training.done
+    osci = OsciReset(training.layers, mode, first, n + 1, n, training.cfg.osci_tau, training.cfg.osci_track)
+    training.timed(n + 1, clock, osci)
+    opening, *inside, closing = training.timed(n + 1, clock, osci)
+    return {"outside": outside, "opening": opening, "inside": median(inside), "closing": closing}
+
+
+def check_training(training: Training, steps: int) -> tuple[float, float]:
+    """ CheckFailed unless the loss on the one batch falls. """
+    losses = [float(training.step()) for _ in range(steps)]
+    need(all(map(math.isfinite, losses)) and losses[-1] < losses[0],
+         f"{training.cfg.recipe}, {training.cfg.backend}: the loss of one batch went from {losses[0]:.4f} to "
+         f"{losses[-1]:.4f} in {steps} steps")
+    return losses[0], losses[-1]
+
+
+def time_step(make: Callable[[], Training], n: int, clock, osci_modes: tuple[str, ...]) -> dict:
+    """ One model, checked and timed -> raw numbers. """
+    free()
+    torch._dynamo.reset()
+    training, start = make(), time.perf_counter()
+    float(training.step())
+    first = time.perf_counter() - start
+    losses = check_training(training, WARMUP)
+    torch.cuda.reset_peak_memory_stats()
+    t = Timing.of(training.timed(n, clock))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    osci = {mode: time_osci(training, mode, t.median, n, clock) for mode in osci_modes}
+    return {"ms": asdict(t), "first_step_seconds": first, "peak_gib": peak, "losses": losses, "osci": osci}
+
+
+def step_rows(args: argparse.Namespace, report: Report, device: torch.device, size: str, mode: str, clock):
+    """ All recipes of one size and mode -> rows of the two tables. """
+    rows, osci_rows, bf16 = [], [], None
+    for recipe in args.recipes:
+        for backend in ["-"] if recipe == "bf16" else args.backends or backends_here(device):
+            tokens, raw = args.tokens, None
+            while raw is None and tokens >= args.seq_len:
+                print(f"{size} {mode} {recipe} {backend} {tokens} tokens", file=sys.stderr, flush=True)
+                cfg = step_config(size, recipe, backend.replace("-", "reference"), device, tokens,
+                                  args.seq_len)
+                try:
+                    raw = time_step(lambda: Training(cfg, device, mode == "compiled"), args.n, clock,
+                                    ("topk", "full") if cfg.osci != "off" else ())
+                except torch.OutOfMemoryError:
+                    tokens = tokens // 2 // args.seq_len * args.seq_len
+            report.row(size=size, mode=mode, recipe=recipe, backend=backend, tokens=tokens, result=raw)
+            if raw is None:
+                rows.append([size, mode, recipe, backend, "out of memory", *["-"] * 6])
+                continue
+            t, first = Timing(**raw["ms"]), raw["first_step_seconds"]
+            bf16 = t.median / tokens if recipe == "bf16" else bf16
+            rows.append([size, mode, recipe, backend, f"{tokens:,}", f"{1e3 * tokens / t.median:,.0f}", t,
+                         f"{t.median / tokens / bf16:.2f}" if bf16 else "-",
+                         f"{first:.1f}" if mode == "compiled" else "-", f"{raw['peak_gib']:.1f}", t.n])
+            osci_rows += [[size, mode, recipe, backend, osci, *(f"{ms:.2f}" for ms in times.values()),
+                           f"{100 * osci_share(cfg, **times):.2f}"] for osci, times in raw["osci"].items()]
+    return rows, osci_rows
+
+
+def bench_step(args: argparse.Namespace):
+    device = pick_device(args)
+    report = Report(args, device)
+    if device.type != "cuda":
+        no_times(report, "four steps of the nano size are")
+        table = [["recipe", "first loss", "last loss", "steps"]]
+        for recipe in args.recipes:
+            cfg = step_config("nano", recipe, "reference", device, 256, 64)
+            losses = check_training(Training(cfg, device, False), 4)
+            table.append([recipe, *(f"{loss:.4f}" for loss in losses), 4])
+            report.row(recipe=recipe, losses=losses)
+        report.say(markdown(table))
+        return
+    clock = CudaClock(device)
+    table = [["size", "mode", "recipe", "back end", "tokens", "tokens/s", "ms/step", "time over bf16",
+              "first step, s", "peak GiB", "n"]]
+    osci_table = [["size", "mode", "recipe", "back end", "osci", "ms outside", "ms opening", "ms inside",
+                   "ms closing", "% of training"]]
+    for size in args.sizes:
+        for mode in args.modes:
+            rows, osci_rows = step_rows(args, report, device, size, mode, clock)
+            table, osci_table = table + rows, osci_table + osci_rows
+    report.say("Medians, and least to most, of whole steps of one micro-step each. Time over bf16: of a "
+               "token, in the same mode. First step: with the compiler's time in it.")
+    report.say(markdown(table))
+    if len(osci_table) > 1:
+        report.say("OsciReset: a step outside of windows, the one that opens a window (n=1), those in it "
+                   "(median), the one that resets (n=1); and its share of a training of the size's config "
+                   "with such steps.")
+        report.say(markdown(osci_table))
+
+
+# -----------------------------------------------------------------------------
+# command line
+
+
+def listed(kind: str, known) -> Callable[[str], list[str]]:
+    """ The type of a flag that is a comma-separated list of names. """
+    def read(text: str) -> list[str]:
+        for name in (names := text.split(",")):
+            if name not in known:
+                there = ", ".join(known)
+                raise argparse.ArgumentTypeError(f"no {kind} is called {name!r}; there are {there}")
+        return names
+    return read
+
+
+def whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.replace("_", "").isdecimal() or not least <= int(text) <= 2**24:
+            raise argparse.ArgumentTypeError(f"type a whole number from {least} to {2**24}, not {text!r}")
+        return int(text)
+    return read
+
+
+def read_shapes(text: str) -> list[tuple[int, ...]]:
+    if not re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}(,\d{1,6}x\d{1,6}x\d{1,6})*", text):
+        raise argparse.ArgumentTypeError(f"shapes are TxKxN,TxKxN, such as 4096x1024x1024, not {text!r}")
+    shapes = [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+    if any(n % 16 or n == 0 for shape in shapes for n in shape):
+        raise argparse.ArgumentTypeError("T, K and N are multiples of 16, as FP8 products want it")
+    return shapes
+
+
+def read_args(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(description="Speed, measured here or computed.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="what", required=True)
+
+    def command(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        sub.add_argument("--out", type=Path, help=f"folder of the result (results/bench_{name})")
+        sub.add_argument("--overwrite", action="store_true", help="replace the result in that folder")
+        if name != "model":
+            sub.add_argument("--device", default="auto", choices=CHOICES["device"][:3])
+            sub.add_argument("--n", type=whole(10 if name == "step" else FEWEST), default=20,
+                             help="times that each is measured (20; fewer of what takes seconds)")
+        return sub
+    model = command("model", bench_model, "the expected speed, computed")
+    model.add_argument("--tokens", type=whole(1), default=4096, help="in a micro-step (4096)")
+    model.add_argument("--d_model", type=lambda text: [whole(16)(d) for d in text.split(",")],
+                       default=[1024, 2048, 4096, 8192, 16384], help="widths (1024,2048,4096,8192,16384)")
+    model.add_argument("--ff", type=float, default=2.0,
+                       help="d_ff over d_model (2, as in the paper's code; 4 in its 370M)")
+    command("kernels", bench_kernels, "each kernel: GB/s, next to a copy")
+    linear = command("linear", bench_linear, "one linear, by shape")
+    linear.add_argument("--shapes", type=read_shapes, help="TxKxN,... (squares from 1024 to 16384)")
+    step = command("step", bench_step, "a whole training step")
+    recipes = [name for name in RECIPES if (HERE / "configs" / f"{name}.py").exists()]
+    step.add_argument("--recipes", type=listed("recipe", recipes),
+                      default=["bf16", "tetrajet_base", "tetrajet_full"])
+    step.add_argument("--sizes", type=listed("size", SIZES), default=["70m", "370m", "d2048"])
+    step.add_argument("--modes", type=listed("mode", ("eager", "compiled")), default=["eager", "compiled"])
+    step.add_argument("--seq_len", type=whole(1), default=1024)
+    step.add_argument("--tokens", type=whole(1), default=32768,
+                      help="in a step, a multiple of seq_len; halved where memory does not allow it (32768)")
+    for sub in (linear, step):
+        sub.add_argument("--backends", type=listed("back end", CHOICES["backend"][1:]),
+                         help="FP4 back ends to measure (all that run here)")
+    parser.set_defaults(argv=argv, backends=None)
+    args = parser.parse_args(argv)
+    if args.what == "model" and not 0.01 <= args.ff <= 100:
+        parser.error("--ff is from 0.01 to 100")
+    if args.what == "step" and args.tokens % args.seq_len:
+        parser.error(f"--tokens={args.tokens} is no multiple of --seq_len={args.seq_len}")
+    return args
+
+
+def main(argv: list[str] | None = None):
+    args = read_args(sys.argv[1:] if argv is None else argv)
+    try:
+        if args.backends and (absent := set(args.backends) - set(backends_here(pick_device(args)))):
+            raise BenchError(f"the back end {min(absent)} does not run on this device; "
+                             f"type --backends={','.join(backends_here(pick_device(args)))}")
+        args.run(args)
+    except (BenchError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+    except OSError as error:
+        print(f"error: cannot write {error.filename or 'the result'}: {error.strerror}; type --out=FOLDER",
+              file=sys.stderr)
+        raise SystemExit(2)
+    except CheckFailed as error:
+        print(f"error: {error}; nothing of it was timed", file=sys.stderr)
+        raise SystemExit(1)
+    except KeyboardInterrupt:
+        print("\ninterrupted; each time that was measured is in the result's bench.json", file=sys.stderr)
+        raise SystemExit(130)
+
+
+if __name__ == "__main__":
+    main()
