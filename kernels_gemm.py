@@ -17,8 +17,8 @@ from torch import Tensor
 
 # one inner loop step: the columns that share an outer scale
 STEP = tl.constexpr(128)
-# the decode path multiplies each NVFP4 operand by 2^-8, so that no factor on the way leaves bf16's range;
-# outer scales, which are float32, take it back
+# decoded NVFP4 operands are 2^-8 of their value, so that no factor on the way leaves bf16's range; the
+# accumulator, which is float32, takes it back in the end
 LIFT = tl.constexpr(256.0)
 # the interpreter runs no PTX, and multiplies bf16 as if it were integers
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -101,6 +101,19 @@ def _decode(x, byte, FORMAT: tl.constexpr):
 
 # -----------------------------------------------------------------------------
 # the GEMM
+#
+#   equals    (A_code * A_inner * A_outer) (B_code * B_inner * B_outer)^T + A8 B8^T, but for the order of a sum
+#   why       on tensor cores that read FP4 this is the speed that FP4 promises; on others it is the same
+#             product from the same packed operands, 4.75 bits a value, without a bf16 copy of them in memory
+#   grid      1-D, program p owns one BM x BN tile of the output, GROUP rows of tiles after one another
+#
+#                 K ->   128      128          each step of 128 columns: load codes and inner scales of both
+#               +------+------+------+- - -    operands, multiply into a fresh accumulator, and
+#            BM | step | step | step |         acc += product * A_outer[:, None] * B_outer[None, :]
+#               +------+------+------+- - -    With one outer scale per tensor, or none: straight into acc
+#
+#   numerics  products of codes and inner scales are exact; sums are float32, in the hardware's order
+#   hardware  NATIVE: sm_100, sm_103, sm_120. Decoding: sm_80 and later. The interpreter decodes to float32
 
 
 @triton.jit
@@ -221,12 +234,13 @@ def _gemm(
 # what other files call
 
 # compute capabilities whose tensor cores multiply block-scaled FP4
-NATIVE = ((10, 0), (10, 3), (12, 0))
+NATIVE_ARCHS = ((10, 0), (10, 3), (12, 0))
 
-# (BM, BN, warps, stages): the first is used, the others are candidates for a benchmark. Beyond 128 x 128 the
-# decode path spills: it holds two accumulators, that of the step and the sum
+# (BM, BN, warps, stages): the first is used, the others are candidates for a benchmark. With outer scales per
+# 128 a program holds two accumulators, that of a step and the sum, which spill at 128 x 256 and 8 warps; with
+# one per tensor there is one, and they fit
 TILES = {
-    "native": ((128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 4), (128, 256, 8, 3)),
+    "native": ((128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 4, 3), (128, 256, 8, 3)),
     "sm_90": ((128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 2), (64, 256, 8, 3), (64, 128, 4, 3),
               (128, 64, 8, 3), (64, 64, 4, 3), (128, 256, 8, 3)),
     "decode": ((64, 64, 4, 3), (64, 128, 8, 3), (128, 128, 8, 3)),
@@ -235,10 +249,10 @@ TILES = {
 
 def arch_of(device: torch.device) -> str:
     """ The key of TILES for this device. """
-    if device.type != "cuda":
+    if device.type != "cuda" or INTERPRETED.value:
         return "decode"
     capability = torch.cuda.get_device_capability(device)
-    return "native" if capability in NATIVE else "sm_90" if capability == (9, 0) else "decode"
+    return "native" if capability in NATIVE_ARCHS else "sm_90" if capability == (9, 0) else "decode"
 
 
 def nvfp4_gemm(a: tuple, b: tuple, a8: tuple | None = None, b8: tuple | None = None, *,
@@ -332,6 +346,8 @@ def _check_pair(a: tuple, b: tuple, multiple: int) -> tuple[int, int, int]:
                          f"{list(code.shape)}: pad with zero codes")
     for x in (code, b[0]):
         _check("code", x, torch.uint8, (x.shape[0], code.shape[1]), code.device)
+        if x.data_ptr() % 4:
+            raise ValueError("codes are read in words of 4 bytes: start them at a multiple of 4")
     if code.device.type != "cuda" and not INTERPRETED.value:
         raise ValueError(f"Triton needs an NVIDIA GPU, not {code.device}: move the operands there, or type "
                          "TRITON_INTERPRET=1 before python to run the kernel in Triton's interpreter")
@@ -352,8 +368,6 @@ def _launch(out, form, a, b, a8, b8, add, tile):
     if out.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"out is bfloat16 or float32, not {out.dtype}")
     M, N = out.shape
-    if not out.numel():
-        return out
     arch = arch_of(out.device)
     BM, BN, warps, stages = tile or TILES[arch][0]
     columns, inner_columns, outer_columns = 0, 0, 0
