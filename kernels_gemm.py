@@ -102,7 +102,7 @@ def _decode(x, byte, FORMAT: tl.constexpr):
 # -----------------------------------------------------------------------------
 # the GEMM
 #
-#   equals    (A_code * A_inner * A_outer) (B_code * B_inner * B_outer)^T + A8 B8^T, but for the order of a sum
+#   equals    (code inner outer of A) (code inner outer of B)^T + A8 B8^T, but for the order of a sum
 #   why       on tensor cores that read FP4 this is the speed that FP4 promises; on others it is the same
 #             product from the same packed operands, 4.75 bits a value, without a bf16 copy of them in memory
 #   grid      1-D, program p owns one BM x BN tile of the output, GROUP rows of tiles after one another
