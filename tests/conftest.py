@@ -9,3 +9,8 @@ torch.set_num_threads(1)
 
 # what cuBLAS asks of whoever wants the same bits twice; read when the GPU is first used
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+# Without a GPU, Triton kernels run in its interpreter, which is chosen when Triton is first imported: here.
+# What compiles kernels all the same does so in a process of its own (crosscompile.py)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
