@@ -555,6 +555,8 @@ def unpack(packed: Tensor, K: int) -> Tensor:
 # -----------------------------------------------------------------------------
 # 3  the linear
 
+BACKENDS = ("reference", "emulate", "native")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -669,11 +671,17 @@ def linear_forward(
     layer: int,         # number of this layer, so that no two layers share random numbers
     recipe: str,        # Recipe.spec()
     save: bool,         # also return what backward needs
+    backend: str,       # reference, emulate or native; the latter two are fused.py's
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
     Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), counter.
+    The native back end returns each of the three as one buffer of codes and scales.
     """
     r = Recipe.from_spec(recipe)
+    if backend != "reference":
+        import fused
+        run = fused.emulate_forward if backend == "emulate" else fused.native_forward
+        return *run(r, x, weight, channels, counter, layer, save), counter.clone()
     draws = _Draws(r, counter, layer)
     split, dtype = channels.numel() > 0, x.dtype
 
@@ -718,22 +726,24 @@ def _transpose(x: Tensor) -> Tensor:
 
 # shapes and dtypes only: what torch.compile needs to know of an op that it does not look into
 @linear_forward.register_fake
-def _(x, weight, channels, counter, layer, recipe, save):
+def _(x, weight, channels, counter, layer, recipe, save, backend):
     r = Recipe.from_spec(recipe)
     (T, K), N, C = x.shape, weight.shape[0], channels.shape[0]
+    shapes = [(K, N, r.dx_dy, r.dx_w), (K, T, r.dw_dy, r.dw_x), (C, T, None, r.outlier if r.dw_x else None)]
 
-    def operand(rows, cols, a, b):
+    nothing = {"reference": torch.float32, "emulate": x.dtype, "native": torch.uint8}[backend]
+
+    def operand(i, rows, cols, a, b):
         size = _rotation(a, b)
-        return x.new_empty(rows, cols + (-cols % size if size else 0),
-                           dtype=torch.float32 if size or b else x.dtype)
+        if not save or i == 2 and not C:
+            return x.new_empty(0, dtype=nothing)
+        if backend == "native":
+            import fused
+            return x.new_empty(fused.packed_bytes(rows, cols, fused.Side(b, size)), dtype=torch.uint8)
+        exact = backend == "reference" and (size or b or i == 2)
+        return x.new_empty(rows, cols + (-cols % size if size else 0), dtype=torch.float32 if exact else x.dtype)
 
-    saved = [x.new_empty(0, dtype=torch.float32) for _ in range(3)]
-    if save:
-        saved[0] = operand(K, N, r.dx_dy, r.dx_w)
-        saved[1] = operand(K, T, r.dw_dy, r.dw_x)
-        if C:
-            saved[2] = x.new_empty(C, T, dtype=torch.float32)
-    return x.new_empty(T, N), *saved, torch.empty_like(counter)
+    return x.new_empty(T, N), *(operand(i, *shape) for i, shape in enumerate(shapes)), torch.empty_like(counter)
 
 
 @torch.library.custom_op("nvfp4::linear_backward", mutates_args=())
@@ -748,9 +758,16 @@ def linear_backward(
     recipe: str,
     need_dx: bool,
     need_dw: bool,
+    backend: str,
+    K: int,
 ) -> tuple[Tensor, Tensor]:
     """ dX = dY W (T, K) and dW = dY^T X (N, K), both in the dtype of dY; empty where not needed. """
     r = Recipe.from_spec(recipe)
+    if backend != "reference":
+        import fused
+        arguments = r, dy, dx_w, dw_x, dw_x8, channels, counter, layer, need_dx, need_dw
+        return (fused.emulate_backward(*arguments) if backend == "emulate" else
+                fused.native_backward(*arguments, K))
     draws = _Draws(r, counter, layer)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_dx:
@@ -767,15 +784,15 @@ def linear_backward(
 
 
 @linear_backward.register_fake
-def _(dy, dx_w, dw_x, dw_x8, channels, counter, layer, recipe, need_dx, need_dw):
-    dx = dy.new_empty(dy.shape[0], dx_w.shape[0]) if need_dx else dy.new_empty(0)
-    dw = dy.new_empty(dy.shape[1], dw_x.shape[0]) if need_dw else dy.new_empty(0)
+def _(dy, dx_w, dw_x, dw_x8, channels, counter, layer, recipe, need_dx, need_dw, backend, K):
+    dx = dy.new_empty(dy.shape[0], K) if need_dx else dy.new_empty(0)
+    dw = dy.new_empty(dy.shape[1], K) if need_dw else dy.new_empty(0)
     return dx, dw
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, channels, _, ctx.layer, ctx.recipe, _ = inputs
-    ctx.weight_dtype = weight.dtype
+    x, weight, channels, _, ctx.layer, ctx.recipe, _, ctx.backend = inputs
+    ctx.weight_dtype, ctx.K = weight.dtype, weight.shape[1]
     ctx.save_for_backward(*output[1:], channels)
 
 
@@ -783,8 +800,9 @@ def _autograd(ctx, dy, *_):
     dx_w, dw_x, dw_x8, counter, channels = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
     dx, dw = linear_backward(dy.contiguous(), dx_w, dw_x, dw_x8, channels, counter, ctx.layer, ctx.recipe,
-                             need_dx, need_dw)
-    return dx if need_dx else None, dw.to(ctx.weight_dtype) if need_dw else None, None, None, None, None, None
+                             need_dx, need_dw, ctx.backend, ctx.K)
+    dw = dw.to(ctx.weight_dtype) if need_dw else None
+    return dx if need_dx else None, dw, None, None, None, None, None, None
 
 
 linear_forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -812,6 +830,7 @@ class QuantLinear(nn.Linear):
               own and advances it at every training forward, so that no two steps share their noise;
               activation checkpointing, which runs a forward twice, needs a shared one
     outliers  how many input channels OutControl will keep in recipe.outlier's format
+    backend   who computes: reference (this file, any device), emulate or native (fused.py, with Triton)
 
     channels  buffer (outliers,) int64: those channels in ascending order, all -1 until they are chosen
     stand_in  None, or (N, K): what Q2 rounds in the place of the weight, which keeps the gradient.
@@ -820,12 +839,14 @@ class QuantLinear(nn.Linear):
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, recipe: Recipe = Recipe(),
-                 layer: int = 0, counter: Counter | None = None, outliers: int = 0, device=None, dtype=None):
+                 layer: int = 0, counter: Counter | None = None, outliers: int = 0, backend: str = "reference",
+                 device=None, dtype=None):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         if outliers and recipe.outlier is None:
             raise ValueError("this recipe has no format for outlier channels: "
                              "set Recipe.outlier, or outliers=0")
-        self.recipe, self.layer = recipe, layer
+        _one_of("backend", backend, BACKENDS)
+        self.recipe, self.layer, self.backend = recipe, layer, backend
         self.recipe_spec = recipe.spec()
         # a layer on its own draws its seed, or two such layers would share their noise
         self.own_counter = counter is None
@@ -872,7 +893,8 @@ class QuantLinear(nn.Linear):
         channels = self.channels if self.split else self.channels[:0]
         weight = self.weight if self.stand_in is None else _InPlaceOf.apply(self.weight, self.stand_in)
         y = linear_forward(
-            flat, weight, channels, self.counter.state, self.layer, self.recipe_spec, save)[0]
+            flat, weight, channels, self.counter.state, self.layer, self.recipe_spec, save,
+            self.backend)[0]
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(dtype)
 

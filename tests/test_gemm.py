@@ -1,5 +1,5 @@
 """
-The GEMMs of kernels_gemm.py, against float64 products of the values that codes and scales stand for.
+The GEMMs of gemms.py, against float64 products of the values that codes and scales stand for.
 
 On a GPU the kernels run there; without one, in Triton's interpreter, which conftest.py switches on. What the
 tensor cores of other GPUs would be given is looked up in the PTX (crosscompile.py), on any machine.
@@ -11,7 +11,7 @@ from quant import E4M3, GRIDS, TENSOR, Operand, decode, pack, quantize
 from recipes import MXFP8
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build of PyTorch does not bring along")
-import kernels_gemm as kernels                          # noqa: E402
+import gemms as kernels                          # noqa: E402
 from crosscompile import Job, compile_many              # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -250,7 +250,7 @@ def job(arch, form, outer, mxfp8, add=False, one=False) -> Job:
                    or ("outer" in p and not outer)}
     constexprs |= {i: 1 for i in ("M", "N", "inner_columns", "outer_columns") if one}
     signature = pointers | dict.fromkeys(ints, "i32") | {"out_ptr": "*bf16", "zero": "fp32"}
-    return Job("kernels_gemm:_gemm", signature, constexprs, arch, {"num_warps": warps, "num_stages": stages})
+    return Job("gemms:_gemm", signature, constexprs, arch, {"num_warps": warps, "num_stages": stages})
 
 
 JOBS = {f"{name} sm_{arch}": job(arch, *args) for arch, name, args in [

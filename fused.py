@@ -1,0 +1,231 @@
+"""
+The quantized linear of quant.py on a GPU: the same six operands in fewer passes, and two ways to multiply.
+
+    emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales are
+              those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
+    native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py). What is kept for the
+              backward pass is packed: 4.75 bits a value
+
+Outlier channels need no second product: in the emulation they are further columns of both operands,
+Y = [X4 X8] [W4 W8]^T, and nvfp4_gemm adds their MXFP8 product to its sum before it rounds.
+
+What this file leaves out: formats (quant.py), kernels (kernels.py, gemms.py). quant.py calls it.
+
+Letters used for shapes: T tokens, K input features, N output features, C outlier channels.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gemms import mxfp8_gemm, nvfp4_gemm
+from kernels import Out, Side, round_pair
+
+DX_SIGNS, DW_SIGNS = 8, 9      # streams, as in quant.py
+
+
+def up(n: int, multiple: int) -> int:
+    return -(-n // max(1, multiple)) * max(1, multiple)
+
+
+def turn(a, b) -> int:
+    """ Size of the rotation that the two operands of a GEMM share. """
+    return max(op.hadamard if op else 0 for op in (a, b))
+
+
+# -----------------------------------------------------------------------------
+# where a kernel writes
+
+
+def values(x: Tensor, rows: int, columns: int, side: Side | None) -> Out | None:
+    """ Room for one orientation of x as values, its columns rounded up to whole rotations. """
+    if side is None:
+        return None
+    columns = up(columns, side.turn)
+    return Out(x.new_empty(rows, columns), None, None, columns)
+
+
+def packed_bytes(rows: int, columns: int, side: Side) -> int:
+    return sum(size for size, _ in _parts(rows, columns, side))
+
+
+def _parts(rows: int, columns: int, side: Side) -> list[tuple[int, tuple[int, int]]]:
+    """ Bytes, a multiple of 16, and shape of codes, inner and outer scales; rows are padded to 16 values. """
+    op, columns = side.op, up(up(columns, side.turn), 16)
+    (height, width), nibbles = op.block, op.grid == "e2m1"
+    outer = columns if op.outer <= 0 else op.outer
+    shapes = [(rows, columns // 2 if nibbles else columns), (up(rows, height) // height, up(columns, width) // width),
+              (up(rows, height) // height, up(columns, outer) // outer)]
+    sizes = [shapes[0][0] * shapes[0][1], shapes[1][0] * shapes[1][1], 4 * shapes[2][0] * shapes[2][1]]
+    return [(up(size, 16), shape) for size, shape in zip(sizes, shapes)]
+
+
+def unpacked(buffer: Tensor, rows: int, columns: int, side: Side) -> Out:
+    """ One buffer of packed_bytes() as codes, inner and outer scales, the outer one () for one in all. """
+    parts, at = [], 0
+    for (size, shape), kind in zip(_parts(rows, columns, side), (torch.uint8, torch.uint8, torch.float32)):
+        flat = buffer[at : at + size].view(kind)
+        parts.append(flat[: shape[0] * shape[1]].view(shape))
+        at += size
+    code, inner, outer = parts
+    if side.op.outer == 0:
+        outer = None
+    elif side.op.outer < 0:
+        outer = outer[0, 0]
+    return Out(code, inner, outer, up(up(columns, side.turn), 16))
+
+
+def room(x: Tensor, rows: int, columns: int, side: Side | None) -> tuple[Tensor, Out | None]:
+    """ A buffer for codes and scales, and its parts. """
+    if side is None:
+        return x.new_empty(0, dtype=torch.uint8), None
+    buffer = torch.empty(packed_bytes(rows, columns, side), dtype=torch.uint8, device=x.device)
+    return buffer, unpacked(buffer, rows, columns, side)
+
+
+def operand(out: Out, op) -> tuple:
+    """ Codes and scales as gemms.py takes them: squares share a scale there, rows do not. """
+    inner, outer = out.inner, out.outer
+    if op.block[0] > 1:
+        inner = inner.repeat_interleave(op.block[0], 0)[: out.data.shape[0]].contiguous()
+        if outer is not None and outer.dim():
+            outer = outer.repeat_interleave(op.block[0], 0)[: out.data.shape[0]].contiguous()
+    return (out.data, inner) if op.grid == "e4m3" else (out.data, inner, outer)
+
+
+def slots_of(channels: Tensor, K: int) -> Tensor:
+    """ int32 (K,): the place of an outlier channel among them, -1 for the others. """
+    slots = torch.full((K,), -1, dtype=torch.int32, device=channels.device)
+    return slots.index_copy(0, channels, torch.arange(len(channels), dtype=torch.int32, device=channels.device))
+
+
+# -----------------------------------------------------------------------------
+# emulate
+
+
+def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int, save: bool):
+    """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, in the dtype of x. """
+    (T, K), N, C, dtype = x.shape, weight.shape[0], channels.numel(), x.dtype
+    x, weight = x.contiguous(), weight.contiguous() if r.y_w else weight.to(dtype).contiguous()
+    wide = K + up(C, 8)
+    slots = slots_of(channels, K) if C else None
+    x_hat, w_hat = (t.new_empty(rows, wide, dtype=dtype) if op or C else None
+                    for t, rows, op in ((x, T, r.y_x), (weight, N, r.y_w)))
+    x_side, w_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS), Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
+    dw_x, dx_w = (values(x, K, rows, side) if save else None for rows, side in ((T, x_side), (N, w_side)))
+    dw_x8 = values(x, C, T, Side(None)) if save and C else None
+
+    # the outlier channels first: the weight's are part of what Q4 rounds
+    for t, hat, op, out in ((x, x_hat, r.y_x, dw_x8), (weight, w_hat, r.y_w, None)):
+        if C:
+            hat[:, K + C :].zero_()
+            eight = Out(hat[:, K : K + C], None, None, wide)
+            col = Side(r.outlier if r.dw_x else None) if out else None
+            round_pair(t.index_select(1, channels), Side(r.outlier if op else None), col, eight, out, counter, layer,
+                       align=bool(op and r.dw_x and r.align))
+
+    for t, hat, op, side, out, fill in ((x, x_hat, r.y_x, x_side, dw_x, None),
+                                        (weight, w_hat, r.y_w, w_side, dx_w, w_hat[:, K:] if C else None)):
+        row, align = Side(op) if op or C else None, bool(side.op and r.align)
+        row_out = Out(hat, None, None, wide) if row else None
+        if align or t is x or not save:
+            round_pair(t, row, side if save else None, row_out, out, counter, layer, align=align, slots=slots,
+                       fill=fill if save else None)
+        else:
+            # the whole original weight, as dX without rounding in the forward pass would see it
+            round_pair(t, row, None, row_out, None, counter, layer, slots=slots)
+            round_pair(t.to(dtype), None, side, None, out, counter, layer)
+    y = F.linear(x if x_hat is None else x_hat, weight.to(dtype) if w_hat is None else w_hat)
+    return y, *(x.new_empty(0) if out is None else out.data for out in (dx_w, dw_x, dw_x8))
+
+
+def emulate_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor,
+                     counter: Tensor, layer: int, need_dx: bool, need_dw: bool):
+    """ As quant.linear_backward -> dx, dw. """
+    T, N = dy.shape
+    row = Side(r.dx_dy, turn(r.dx_dy, r.dx_w), 3, DX_SIGNS) if need_dx else None
+    if row and not (row.op or row.turn):
+        row = None
+    col = Side(r.dw_dy, turn(r.dw_dy, r.dw_x), 5, DW_SIGNS) if need_dw else None
+    extra = Side(r.outlier if r.dw_dy else None) if need_dw and channels.numel() else None
+    a, at, at8 = values(dy, T, N, row), values(dy, N, T, col), values(dy, N, T, extra)
+    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
+    dx, dw = dy.new_empty(0), dy.new_empty(0)
+    if need_dx:
+        dx = F.linear(a.data if a else dy, dx_w)
+    if need_dw:
+        dw = F.linear(at.data, dw_x)
+        if extra:
+            dw.index_copy_(1, channels, F.linear(at8.data, dw_x8))
+    return dx, dw
+
+
+# -----------------------------------------------------------------------------
+# native
+
+
+def native_problem(r) -> str:
+    """ Why the FP4 tensor cores cannot run this recipe, or "". """
+    for number, op in enumerate(r.operands, 1):
+        if op is None or op.grid != "e2m1":
+            return f"operand Q{number} is not FP4"
+        if op.scale == "e4m3" and (op.block[1] != 16 or op.outer not in (128, -1)):
+            return f"operand Q{number} has scales that the tensor cores do not read"
+        if op.scale == "e8m0" and op.block != (1, 32):
+            return f"operand Q{number} has other blocks than 1x32 under its power-of-two scales"
+    return ""
+
+
+def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int, save: bool):
+    """ As quant.linear_forward -> y, and one buffer each of codes and scales for dx_w, dw_x, dw_x8. """
+    (T, K), N, C = x.shape, weight.shape[0], channels.numel()
+    x, weight = x.contiguous(), weight.contiguous()
+    slots, fill = slots_of(channels, K) if C else None, None
+    x_side, w_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS), Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
+    eight = Side(r.outlier)
+    dw_x8, dw_x8_out = room(x, C, T, eight if save and C else None)
+    x8 = w8 = None
+    if C:
+        x8, w8 = (room(t, t.shape[0], C, eight)[1] for t in (x, weight))
+        round_pair(x.index_select(1, channels), eight, eight if save else None, x8, dw_x8_out, counter, layer,
+                   align=r.align, packed=True)
+        chosen = weight.index_select(1, channels)
+        round_pair(chosen, eight, None, w8, None, counter, layer, packed=True)
+        if save and r.align:
+            fill = torch.empty_like(chosen)
+            round_pair(chosen, eight, None, Out(fill, None, None, C), None, counter, layer)
+    x4, w4 = room(x, T, K, Side(r.y_x))[1], room(weight, N, K, Side(r.y_w))[1]
+    dw_x, dw_x_out = room(x, K, T, x_side if save else None)
+    dx_w, dx_w_out = room(x, K, N, w_side if save else None)
+    round_pair(x, Side(r.y_x), x_side if save else None, x4, dw_x_out, counter, layer, align=r.align, slots=slots,
+               packed=True)
+    if r.align or not save:
+        round_pair(weight, Side(r.y_w), w_side if save else None, w4, dx_w_out, counter, layer, align=r.align,
+                   slots=slots, fill=fill, packed=True)
+    else:
+        round_pair(weight, Side(r.y_w), None, w4, None, counter, layer, slots=slots, packed=True)
+        round_pair(weight.to(x.dtype), None, w_side, None, dx_w_out, counter, layer, packed=True)
+    outliers = (operand(x8, r.outlier), operand(w8, r.outlier)) if C else (None, None)
+    y = nvfp4_gemm(operand(x4, r.y_x), operand(w4, r.y_w), *outliers, dtype=x.dtype)
+    return y, dx_w, dw_x, dw_x8
+
+
+def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor, counter: Tensor,
+                    layer: int, need_dx: bool, need_dw: bool, K: int):
+    """ As quant.linear_backward -> dx, dw. K tells the shape of what the buffers hold. """
+    (T, N), C = dy.shape, channels.numel()
+    row = Side(r.dx_dy, turn(r.dx_dy, r.dx_w), 3, DX_SIGNS) if need_dx else None
+    col = Side(r.dw_dy, turn(r.dw_dy, r.dw_x), 5, DW_SIGNS) if need_dw else None
+    extra = Side(r.outlier) if need_dw and C else None
+    a, at, at8 = room(dy, T, N, row)[1], room(dy, N, T, col)[1], room(dy, N, T, extra)[1]
+    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8, packed=True)
+    dx, dw = dy.new_empty(0), dy.new_empty(0)
+    if need_dx:
+        w = unpacked(dx_w, K, N, Side(r.dx_w, row.turn, 4, DX_SIGNS))
+        dx = nvfp4_gemm(operand(a, r.dx_dy), operand(w, r.dx_w), dtype=dy.dtype)
+    if need_dw:
+        x = unpacked(dw_x, K, T, Side(r.dw_x, col.turn, 6, DW_SIGNS))
+        dw = nvfp4_gemm(operand(at, r.dw_dy), operand(x, r.dw_x), dtype=dy.dtype)
+        if C:
+            x8 = unpacked(dw_x8, C, T, extra)
+            dw.index_copy_(1, channels, mxfp8_gemm(operand(at8, r.outlier), operand(x8, r.outlier), dtype=dy.dtype))
+    return dx, dw

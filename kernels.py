@@ -1,0 +1,772 @@
+"""
+The rounding of quant.py in Triton, bit for bit, in as few passes over memory as the method allows.
+
+    round_pair   one pass over a matrix x (M, K) -> x rounded along its rows, and x^T rounded along its rows:
+                 X -> Q1(X) and Q6 of Q1(X)^T, W -> Q2(W) and Q4 of Q2(W)^T, dY -> Q3(dY) and Q5(dY^T)
+
+A program takes a tile of 128 x 128: one outer block along both axes, so that no program waits for another.
+What makes it fast is where the values lie. A *strip* is the W values along a row that are rotated together
+and share a scale, and a tile's strips are kept as W tensors: tensor i holds element i of every strip. So each
+thread has whole strips in its own registers, and the Hadamard butterfly, the maximum and the noise are plain
+arithmetic between registers. Only the transposition goes through shared memory, once.
+
+Bits: as in quant.py, float32 and one rounding per written operation, with the compiler's own fusion off.
+tl.fma stands where the product is exact (one factor is a power of two) and so rounds as a product and a sum
+do. Three liberties that cannot show in a result: a factor 1/4 of the rotation is multiplied into the scale
+(for |x| below 2^120), values saturate after rounding instead of before, and not at all where the scale was
+rounded up, and a division is a reciprocal with two corrections, which is the exact quotient (_divide).
+
+What this file leaves out: which operand is rounded how. It takes quant.Operand as a plain record of settings.
+
+Letters used for shapes: M, K rows and columns of x; W values in a strip; R, C strips down and across a tile.
+"""
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 128            # rows and columns of a tile
+TENSOR = tl.constexpr(-1)                  # Operand.outer: one outer scale for the whole tensor
+# with TRITON_INTERPRET=1 kernels run on a CPU, in NumPy, which has neither PTX nor an exact fma
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INF, NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+TINY = tl.constexpr(2.0**-100)             # as in quant.py
+SMALLEST_E4M3, SMALLEST_NORMAL = tl.constexpr(2.0**-9), tl.constexpr(2.0**-126)
+
+
+class Side(NamedTuple):
+    """ What happens along one orientation of a matrix. Streams are those of quant.random_words. """
+    op: object           # quant.Operand; None leaves the values unrounded
+    turn: int = 0        # rotate this many neighbours at a time, 0 for none
+    noise: int = 0       # stream of the noise
+    signs: int = 0       # stream of the signs
+
+
+class Out(NamedTuple):
+    """ Where one orientation goes: values, or codes and scales. stride is that of a row of values. """
+    data: Tensor
+    inner: Tensor | None
+    outer: Tensor | None
+    stride: int
+
+
+# -----------------------------------------------------------------------------
+# strips: [R, C, W] <-> W tensors [R, C]. Relabelling of registers: the compiler moves nothing
+
+
+@triton.jit
+def _split(x, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """ [R, C, W] -> W tensors [R, C], in order. """
+    parts = (x,)
+    for level in tl.static_range(7):
+        if W >> level > 1:
+            even, odd = (), ()
+            for i in tl.static_range(len(parts)):
+                e, o = tl.split(tl.reshape(parts[i], [R, C, W >> (level + 1), 2]))
+                even, odd = even + (e,), odd + (o,)
+            parts = even + odd
+    strips = ()
+    for i in tl.static_range(W):
+        strips = strips + (tl.reshape(parts[i], [R, C]),)
+    return strips
+
+
+@triton.jit
+def _join(v, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """ The inverse of _split. """
+    for level in tl.static_range(7):
+        if W >> level > 1:
+            pairs = ()
+            for i in tl.static_range(W >> (level + 1)):
+                pairs = pairs + (tl.join(v[i], v[i + (W >> (level + 1))]),)
+            v = pairs
+    return tl.reshape(v[0], [R, C, W])
+
+
+@triton.jit
+def _slice(v, start: tl.constexpr, n: tl.constexpr):
+    out = ()
+    for i in tl.static_range(n):
+        out = out + (v[start + i],)
+    return out
+
+
+@triton.jit
+def _cast(v, dtype: tl.constexpr):
+    out = ()
+    for i in tl.static_range(len(v)):
+        out = out + (v[i].to(dtype),)
+    return out
+
+
+@triton.jit
+def _transpose(v, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+    """ Strips of a tile along its rows -> strips along its columns: W2 tensors [128, 128 / W2]. """
+    tile = tl.trans(tl.reshape(_join(v, 128, C, W), [128, 128]))
+    return _split(tl.reshape(tile, [128, 128 // W2, W2]), 128, 128 // W2, W2)
+
+
+@triton.jit
+def _stack(a, b):
+    """ Two times W tensors [R, C], the first rows of a tile and the next -> W tensors [2 R, C]. """
+    out = ()
+    for i in tl.static_range(len(a)):
+        out = out + (tl.reshape(tl.permute(tl.join(a[i], b[i]), [2, 0, 1]), [2 * a[i].shape[0], a[i].shape[1]]),)
+    return out
+
+
+@triton.jit
+def _halves(v):
+    """ The inverse of _stack. """
+    a, b = (), ()
+    for i in tl.static_range(len(v)):
+        x, y = tl.split(tl.permute(tl.reshape(v[i], [2, v[i].shape[0] // 2, v[i].shape[1]]), [1, 2, 0]))
+        a, b = a + (x,), b + (y,)
+    return a, b
+
+
+@triton.jit
+def _exchange(a, b, odd):
+    """
+    Neighbouring lanes trade: an even one gives b for the odd one's a. Its own inverse. Three operations and a
+    shuffle; s is the exclusive or of what the two give away.
+    """
+    s = (a & odd) | (b & ~odd)
+    pair = tl.reshape(s, [s.shape[0], s.shape[1] // 2, 2])
+    s = tl.reshape(tl.broadcast_to(tl.xor_sum(pair, axis=2, keep_dims=True), pair.shape), s.shape)
+    return a ^ (s & odd), b ^ (s & ~odd)
+
+
+@triton.jit
+def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+           PAIRED: tl.constexpr):
+    """
+    Offsets and columns [C, 128, P] of the two pieces of P values that a lane moves of one sector, 2 P values.
+
+    A thread needs whole sectors, but 16 bytes are the most that it can move at once, and the memory wants
+    whole sectors of 32 at once. PAIRED: lanes 2 j and 2 j + 1 together move a sector of strip 2 j, then one of
+    strip 2 j + 1, and trade. The strip axis comes first: Triton hands out lanes from the first of the axes
+    that are not contiguous in memory.
+    """
+    strip, lane = tl.arange(0, C)[:, None, None], tl.arange(0, P)[None, None, :]
+    if PAIRED:
+        low = (strip // 2) * (2 * W) + (strip % 2) * P + sector * (2 * P)
+        high = low + W
+    else:
+        low = strip * W + sector * (2 * P)
+        high = low + P
+    at = row[None, :, None] * stride + first + lane
+    return at + low, at + high, first + lane + low, first + lane + high
+
+
+@triton.jit
+def _load(ptr, row, first, M, K, stride, C: tl.constexpr, W: tl.constexpr):
+    """
+    The strips of 128 rows from column `first` on, W tensors; zero outside of (M, K). A pointer to int32 is one
+    to pairs of bf16; then first, K and stride count pairs.
+    """
+    BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    P: tl.constexpr = 128 // BITS
+    PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
+    N: tl.constexpr = W // 2 if PAIRS else W
+    rows = (row < M)[None, :, None]
+    strips = ()
+    for sector in tl.static_range(N // (2 * P)):
+        # both halves of a sector, one after the other: the second comes from the cache
+        at_a, at_b, column_a, column_b = _place(row, first, stride, sector, C, N, P, False)
+        a = tl.permute(tl.load(ptr + at_a, rows & (column_a < K), 0), [1, 0, 2])
+        b = tl.permute(tl.load(ptr + at_b, rows & (column_b < K), 0), [1, 0, 2])
+        strips = strips + _split(a, a.shape[0], C, P) + _split(b, b.shape[0], C, P)
+    if PAIRS:
+        values = ()
+        for i in tl.static_range(N):
+            even = strips[i].to(tl.int16).to(tl.bfloat16, bitcast=True)
+            values = values + (even, (strips[i] >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+        strips = values
+    return strips
+
+
+@triton.jit
+def _pack_bf16(low, high):
+    """ Two float32 to the nearest bf16, ties to even, in one int32. """
+    if INTERPRETED:
+        low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+        low = ((low + 0x7FFF + ((low >> 16) & 1)) >> 16) & 0xFFFF
+        word = ((high + 0x7FFF + ((high >> 16) & 1)) & -65536) | low
+    else:
+        word = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f",
+                                         [low.to(tl.float32), high.to(tl.float32)], tl.int32, True, 1)
+    return word
+
+
+@triton.jit
+def _store(ptr, v, row, first, M, K, stride, C: tl.constexpr, W: tl.constexpr):
+    """ The inverse of _load. """
+    BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
+    N: tl.constexpr = W // 2 if PAIRS else W
+    P: tl.constexpr = min(128 // BITS, N // 2)
+    PAIRED: tl.constexpr = PAIRS and C > 1
+    if PAIRS:
+        words = ()
+        for i in tl.static_range(N):
+            words = words + (_pack_bf16(v[2 * i], v[2 * i + 1]),)
+        v = words
+    odd = -(tl.arange(0, C) % 2)[None, :]
+    rows = (row < M)[None, :, None]
+    for sector in tl.static_range(N // (2 * P)):
+        a, b = _slice(v, sector * 2 * P, P), _slice(v, sector * 2 * P + P, P)
+        if PAIRED:
+            low, high = (), ()
+            for i in tl.static_range(P):
+                x, y = _exchange(a[i], b[i], odd)
+                low, high = low + (x,), high + (y,)
+            a, b = low, high
+        at_a, at_b, column_a, column_b = _place(row, first, stride, sector, C, N, P, PAIRED)
+        a = _join(_cast(a, ptr.dtype.element_ty), a[0].shape[0], C, P)
+        b = _join(_cast(b, ptr.dtype.element_ty), b[0].shape[0], C, P)
+        tl.store(ptr + at_a, tl.permute(a, [1, 0, 2]), rows & (column_a < K))
+        tl.store(ptr + at_b, tl.permute(b, [1, 0, 2]), rows & (column_b < K))
+
+
+# -----------------------------------------------------------------------------
+# rotation and noise
+
+
+@triton.jit
+def _product(a, FACTOR: tl.constexpr):
+    """ The upper and lower 32 bits of a product: one instruction, IMAD.WIDE, if written in 64 bits. """
+    p = a.to(tl.uint64) * FACTOR
+    return (p >> 32).to(tl.uint32), p.to(tl.uint32)
+
+
+@triton.jit
+def _philox(seed, c0, c1, c2, c3):
+    """ quant.philox. tl.philox has the same bits, for as many rounds, and multiplies twice for a product. """
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):
+        high0, low0 = _product(c0, 0xD2511F53)
+        high1, low1 = _product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _signs(seed, step, micro, address, n: tl.constexpr):
+    """ quant.random_signs: n signs as floats. One Philox call, a scalar in every program. """
+    words = _philox(seed, tl.zeros([1], tl.uint32), step, micro, address)
+    signs = ()
+    for i in tl.static_range(n):
+        word = tl.max(words[i // 32].to(tl.int32, bitcast=True), 0)
+        # bit i moves to the place of the sign, under it the bits of 1.0
+        signs = signs + ((((word << (31 - i % 32)) & -2147483648) | 0x3F800000).to(tl.float32, bitcast=True),)
+    return signs
+
+
+@triton.jit
+def _rotate(v, signs, n: tl.constexpr):
+    """
+    quant.hadamard without its factor: every n of the strips' values times diag(signs) H_n.
+
+    Each pass of the butterfly, a + b and a - b, takes its two signs as that of a, kept for later, and that of
+    a b, which a fused multiply-add has for nothing. In the end all values wait for the first sign.
+    """
+    out = ()
+    for first in tl.static_range(0, len(v), n):
+        x, waiting = _slice(v, first, n), signs
+        for _ in tl.static_range(n.bit_length() - 1):
+            low, high, kept = (), (), ()
+            for j in tl.static_range(n // 2):
+                sign = waiting[2 * j] * waiting[2 * j + 1]
+                low = low + (tl.fma(x[2 * j + 1], sign, x[2 * j]),)
+                high = high + (tl.fma(x[2 * j + 1], -sign, x[2 * j]),)
+                kept = kept + (waiting[2 * j],)
+            x, waiting = low + high, kept + kept
+        out = out + x
+    return out
+
+
+@triton.jit
+def _noise(seed, group, step, micro, address, MBITS: tl.constexpr):
+    """
+    Eight values of quant.uniform, as 128 gaps + noise of one gap, in units of a binade, which has 2^MBITS
+    gaps: one Philox call, 16 bits each.
+    """
+    words = _philox(seed, group, step, micro, address)
+    # 16 bits under the exponent of 128 are the float 128 + k / 2^16; a lower exponent divides it
+    exponent: tl.constexpr = 0x43000000 - (MBITS << 23)
+    noise = ()
+    for i in tl.static_range(4):
+        low = ((words[i] & 0xFFFF) | exponent).to(tl.float32, bitcast=True)
+        high = ((words[i] >> 16) | exponent).to(tl.float32, bitcast=True)
+        noise = noise + (low, high)
+    return noise
+
+
+# -----------------------------------------------------------------------------
+# rounding
+
+
+@triton.jit
+def _reciprocal(x):
+    """ 1 / x, exactly rounded, for normal x and 1 / x: tests/test_cuda.py tries every mantissa. """
+    if INTERPRETED:
+        r = tl.div_rn(1.0, x)
+    else:
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        r = tl.fma(r, tl.fma(-x, r, 1.0), r)
+    return r
+
+
+@triton.jit
+def _divide(a, b, inv_b):
+    """
+    a / b, exactly rounded, given the exactly rounded inv_b = 1 / b. A plain division costs a branch and a
+    call that no thread takes; this one is five instructions (Markstein, IBM J. Res. Dev. 34, 1990).
+    """
+    if INTERPRETED:
+        q = tl.div_rn(a, b)
+    else:
+        q = a * inv_b
+        q = tl.fma(tl.fma(-q, b, a), inv_b, q)
+        q = tl.fma(tl.fma(-q, b, a), inv_b, q)
+    return q
+
+
+@triton.jit
+def _over(a, number: tl.constexpr):
+    """ a / number, exactly rounded. One correction is enough: tests/test_cuda.py tries every mantissa. """
+    if INTERPRETED:
+        q = tl.div_rn(a, tl.full(a.shape, number, tl.float32))
+    else:
+        q = a * (1.0 / number)
+        q = tl.fma(tl.fma(q, -number, a), 1.0 / number, q)
+    return q
+
+
+@triton.jit
+def _binade(y, smallest: tl.constexpr):
+    bits = y.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(bits.to(tl.float32, bitcast=True), smallest)
+
+
+@triton.jit
+def _nearest(y, EMIN: tl.constexpr, MBITS: tl.constexpr):
+    """
+    y to the nearest value of a grid without a largest value. Adding 1.5 * 2^23 gaps and taking them off again
+    leaves a multiple of the gap, ties to even: that is what float32 addition does. The sign of a zero is lost.
+    """
+    binade = _binade(y, 2.0**EMIN)
+    much: tl.constexpr = 1.5 * 2.0 ** (23 - MBITS)
+    return tl.fma(binade, -much, tl.fma(binade, much, y))
+
+
+@triton.jit
+def _stochastic(y, noise, EMIN: tl.constexpr, MBITS: tl.constexpr):
+    """
+    y + noise, rounded down, as quant.round_to_grid does it: noise is 128 gaps too large, which rounds y to
+    2^-16 of a gap. Rounding down is the same addition as in _nearest, with the mode of the instruction set.
+    """
+    binade = _binade(y, 2.0**EMIN)
+    t = tl.fma(noise, binade, y)
+    much: tl.constexpr = 1.5 * 2.0 ** (23 - MBITS)
+    if INTERPRETED:
+        gap = binade * 2.0**-MBITS
+        return tl.floor(t / gap) * gap - binade * 2.0 ** (7 - MBITS)
+    else:
+        t = tl.inline_asm_elementwise("fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f",
+                                      [binade, tl.full(y.shape, much - 2.0 ** (7 - MBITS), tl.float32), t],
+                                      tl.float32, True, 1)
+        return tl.fma(binade, -much, t)
+
+
+@triton.jit
+def _add_up(a, b, c):
+    """ a * b + c, rounded up. """
+    return tl.inline_asm_elementwise("fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
+
+
+@triton.jit
+def _scale_e4m3(q, UP: tl.constexpr):
+    """ q to the nearest E4M3 value, or the smallest that is not below. """
+    if UP:
+        binade = _binade(q, 2.0**-6)
+        if INTERPRETED:
+            s = tl.ceil(q / (binade * 0.125)) * (binade * 0.125)
+        else:
+            much: tl.constexpr = 1.5 * 2.0**20
+            s = tl.fma(binade, -much, _add_up(binade, tl.full(q.shape, much, tl.float32), q))
+    else:
+        s = _nearest(q, -6, 3)
+    return tl.minimum(s, 448.0)
+
+
+@triton.jit
+def _maximum(v, first: tl.constexpr, n: tl.constexpr):
+    """ max |v| of n values of each strip; NaN if one of them is. """
+    a = tl.abs(v[first])
+    for i in tl.static_range(1, n):
+        a = tl.maximum(a, tl.abs(v[first + i]), propagate_nan=tl.PropagateNan.ALL)
+    return a
+
+
+@triton.jit
+def _max_along(a, axis: tl.constexpr):
+    """ The largest of magnitudes along an axis, NaN included: as integers they are ordered, NaN on top. """
+    return tl.max(a.to(tl.int32, bitcast=True), axis=axis, keep_dims=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _amax(v, gain, B: tl.constexpr, ROWS: tl.constexpr):
+    """ Largest magnitude of each block: len(v) / B tensors [R, C]; ROWS rows of a block agree on theirs. """
+    out = ()
+    for first in tl.static_range(0, len(v), B):
+        a = _maximum(v, first, B) * gain
+        if ROWS > 1:
+            square = tl.reshape(a, [a.shape[0] // ROWS, ROWS, a.shape[1]])
+            a = tl.reshape(tl.broadcast_to(_max_along(square, 1), square.shape), a.shape)
+        out = out + (a,)
+    return out
+
+
+@triton.jit
+def _outer(amax, tensor_amax, OP: tl.constexpr):
+    """ -> the magnitude that decides over NaN and zero, and the outer scale: [R, 1], or [1, 1] of a tensor. """
+    if OP.outer == TENSOR:
+        fate = tl.full([1, 1], 0.0, tl.float32) + tensor_amax
+    else:
+        fate = amax[0]
+        for i in tl.static_range(1, len(amax)):
+            fate = tl.maximum(fate, amax[i], propagate_nan=tl.PropagateNan.ALL)
+        fate = _max_along(fate, 1)
+    top: tl.constexpr = 6.0 * 16 / 17 if OP.rule == "17/16" else 6.0
+    outer = tl.where(fate < TINY, 1.0, _over(_over(fate, 448.0), top))
+    return fate, tl.where(fate < INF, outer, NAN)
+
+
+@triton.jit
+def _inner(a, fate, outer, inv_outer, OP: tl.constexpr):
+    """ Block maxima -> inner scales, the products with the outer one, and their reciprocals. """
+    if OP.scale == "e4m3":
+        top: tl.constexpr = 6.0 * 16 / 17 if OP.rule == "17/16" else 6.0
+        a = tl.where(fate < TINY, 0.0, a)
+        inner = _scale_e4m3(_over(_divide(a, outer, inv_outer), top), OP.rule == "up")
+        if OP.rounding == "sr":
+            inner = tl.maximum(inner, SMALLEST_E4M3)
+        inner = tl.where(fate < INF, inner, 0.0)
+        scale = inner * outer
+        return inner, scale, tl.where(scale >= SMALLEST_NORMAL, _reciprocal(scale), 0.0)
+    # E8M0: a power of two, so bits of the exponent. 2^-127, what a block of zeros stores, is the bits 0x400000
+    a = tl.where(a < TINY, 0.0, a)
+    if OP.rule == "floor":
+        inner = _binade(a, 0.0) * (0.25 if OP.grid == "e2m1" else 2.0**-8)
+    else:
+        q = _over(a, 6.0 if OP.grid == "e2m1" else 448.0)
+        low = _binade(q, 0.0)
+        inner = tl.where(low < q, 2 * low, low)
+    bits = tl.maximum(inner.to(tl.int32, bitcast=True), 0x400000)
+    usable = (bits > 0x400000) & (a < INF)
+    inv = tl.where(usable, (-(bits - 0x7F000000)).to(tl.float32, bitcast=True), 0.0)
+    inner = tl.where(a < INF, bits.to(tl.float32, bitcast=True), NAN)
+    return inner, inner, inv
+
+
+@triton.jit
+def _code(c, EMIN: tl.constexpr, MBITS: tl.constexpr, SIGN: tl.constexpr):
+    """ quant.encode of a signed grid value, int32, with the sign in bit SIGN. """
+    bits = c.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude >> (23 - MBITS)) - ((EMIN + 126) << MBITS)
+    subnormal = (tl.abs(c) * 2.0 ** (MBITS - EMIN)).to(tl.int32)
+    code = tl.where(magnitude >= (EMIN + 127) << 23, normal, subnormal)
+    # a NaN, whose scale is NaN too, stores 0; bit 31 is the sign, shifted down as an unsigned number
+    return tl.where(magnitude > 0x7F800000, 0, code) | ((bits >> (31 - SIGN)) & (1 << SIGN))
+
+
+@triton.jit
+def _scale_byte(inner, OP: tl.constexpr):
+    """ quant._scale_byte of scales that are not NaN (E4M3), or perhaps (E8M0). """
+    if OP.scale == "e4m3":
+        return _code(inner, -6, 3, 7).to(tl.uint8)
+    return tl.where(inner == inner, inner.to(tl.int32, bitcast=True) >> 23, 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def _turn(v, at, STREAM: tl.constexpr, n: tl.constexpr):
+    """
+    v rotated by the signs of this stream, n values at a time, up to a factor: -> values, factor. The factor
+    is a sign and, where that is a power of two, 1 / sqrt(n): the scale takes it along without rounding.
+    """
+    factor = 1.0
+    if n > 0:
+        seed, step, micro, layer = at
+        signs = _signs(seed, step, micro, layer * 16 + STREAM, n)
+        v = _rotate(v, signs, n)
+        factor = signs[0] * (n ** -0.5)
+        if n.bit_length() % 2 == 0:
+            v = _times(v, (factor,), len(v))
+            factor = 1.0
+    return v, factor
+
+
+@triton.jit
+def _magnitude(factor):
+    """ |factor|, also where it is a plain number. """
+    return tl.abs(tl.full([1, 1], 0.0, tl.float32) + factor)
+
+
+@triton.jit
+def _times(v, factors, n: tl.constexpr):
+    """ Every n of the tensors v times one of the factors. """
+    out = ()
+    for i in tl.static_range(len(v)):
+        out = out + (v[i] * factors[i // n],)
+    return out
+
+
+@triton.jit
+def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.constexpr,
+           SIGNED: tl.constexpr):
+    """
+    Round strips: W tensors v [R, C], times factor -> W tensors of signed grid values, and by block the scales,
+    the inner scales, and the outer scale.
+
+    at     seed, step, micro-step and rank, layer: the address of the noise
+    group  [R, C], number of the first group of eight values of each strip; see quant.uniform
+    SIGNED keep the sign of what rounds to zero: codes have it, in products it makes no difference
+    """
+    B: tl.constexpr = OP.block[1]
+    EMIN: tl.constexpr = 0 if OP.grid == "e2m1" else -6
+    MBITS: tl.constexpr = 1 if OP.grid == "e2m1" else 3
+    TOP: tl.constexpr = 6.0 if OP.grid == "e2m1" else 448.0
+    SR: tl.constexpr = OP.rounding == "sr"
+    # nothing exceeds the grid where the scale was rounded up
+    CLIP: tl.constexpr = OP.rule != "up" and OP.rule != "ceil"
+    amax = _amax(v, _magnitude(factor), B, OP.block[0])
+    fate, outer, inv_outer = amax[0], amax[0], amax[0]
+    if OP.outer != 0:
+        fate, outer = _outer(amax, tensor_amax, OP)
+        inv_outer = _reciprocal(outer)
+    codes, scales, inners = (), (), ()
+    noise = v
+    for block in tl.static_range(len(amax)):
+        if OP.outer == 0:
+            fate = amax[block]
+        inner, scale, inv = _inner(amax[block], fate, outer, inv_outer, OP)
+        scales, inners = scales + (scale,), inners + (inner,)
+        inv = inv * factor
+        for first in tl.static_range(block * B, block * B + B, 8):
+            if SR:
+                seed, step, micro, layer = at
+                noise = _noise(seed, group + first // 8, step, micro, layer * 16 + STREAM, MBITS)
+            for j in tl.static_range(8):
+                y = v[first + j] * inv
+                c = _stochastic(y, noise[j], EMIN, MBITS) if SR else _nearest(y, EMIN, MBITS)
+                if CLIP:
+                    c = tl.minimum(tl.maximum(c, -TOP), TOP)
+                if SIGNED:
+                    sign = y.to(tl.int32, bitcast=True) & -2147483648
+                    c = (tl.abs(c).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+                codes = codes + (c,)
+    return codes, scales, inners, outer
+
+
+@triton.jit
+def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, PACKED: tl.constexpr,
+           C: tl.constexpr, W: tl.constexpr):
+    """ Store the strips of one tile as values, or as codes and scales: the layout of quant.Quantized. """
+    if not PACKED:
+        HALF: tl.constexpr = 2 if out.data.dtype.element_ty == tl.int32 else 1
+        _store(out.data, v, row, first // HALF, M, K // HALF, out.stride // HALF, C, W)
+    else:
+        # rows are whole multiples of 16 values; those beyond K are zeros
+        K = out.stride
+        if OP.grid == "e2m1":
+            pairs = ()
+            for i in tl.static_range(W // 2):
+                pairs = pairs + (_code(codes[2 * i], 0, 1, 3) | _code(codes[2 * i + 1], 0, 1, 3) << 4,)
+            _store(out.data, pairs, row, first // 2, M, K // 2, K // 2, C, W // 2)
+        else:
+            bytes = ()
+            for i in tl.static_range(W):
+                bytes = bytes + (_code(codes[i], -6, 3, 7),)
+            _store(out.data, bytes, row, first, M, K, K, C, W)
+        B: tl.constexpr = OP.block[1]
+        ROWS: tl.constexpr = OP.block[0]
+        blocks = (K + B - 1) // B
+        once = (row < M) & (row % ROWS == 0)
+        for i in tl.static_range(W // B):
+            block = first // B + tl.arange(0, C) * (W // B) + i
+            tl.store(out.inner + (row // ROWS)[:, None] * blocks + block[None, :], _scale_byte(inners[i], OP),
+                     once[:, None] & (block < blocks)[None, :])
+        if OP.outer > 0:
+            at = (row // ROWS)[:, None] * ((K + OP.outer - 1) // OP.outer) + first // OP.outer
+            tl.store(out.outer + at, outer, once[:, None])
+
+
+# -----------------------------------------------------------------------------
+# one pass over a matrix
+
+
+@triton.jit
+def _mask(v, slot_ptr, left, K, C: tl.constexpr, W: tl.constexpr):
+    """ Strips with the outlier columns set to zero, whatever they hold: slot is -1 for all other columns. """
+    strip = left + (tl.arange(0, C) * W)[None, :]
+    kept = ()
+    for i in tl.static_range(W):
+        ordinary = tl.load(slot_ptr + strip + i, strip + i < K, -1) < 0
+        kept = kept + (tl.where(ordinary, v[i], 0.0),)
+    return kept
+
+
+@triton.jit
+def _fill(v, fill_ptr, fill_stride, slot_ptr, column, top, M, K, C: tl.constexpr, W: tl.constexpr):
+    """ Transposed strips whose outlier channels, now rows, take the values that they have in fill (M, slots). """
+    slot = tl.load(slot_ptr + column, column < K, -1)[:, None]
+    row = top + (tl.arange(0, C) * W)[None, :]
+    full = ()
+    for i in tl.static_range(W):
+        there = (slot >= 0) & (row + i < M)
+        value = tl.load(fill_ptr + (row + i) * fill_stride + slot, there, 0.0).to(tl.float32)
+        full = full + (tl.where(slot >= 0, value, v[i]),)
+    return full
+
+
+@triton.jit
+def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
+          MEASURE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """
+    Rotate, round and store strips v of 128 lines, from position `first` of each line of `length` -> the
+    rounded values. With MEASURE nothing is stored but the largest magnitude.
+    """
+    OP: tl.constexpr = SIDE.op
+    n: tl.constexpr = SIDE.turn
+    v, factor = _turn(v, at, SIDE.signs, n)
+    if MEASURE:
+        a = _maximum(v, 0, W) * _magnitude(factor)
+        tl.atomic_max(amax_ptr + PLACE, tl.max(a.to(tl.int32, bitcast=True)))
+    else:
+        if n > 0:
+            length = (length + n - 1) // n * n
+        codes, inners, outer = v, v, v[0]
+        if OP is not None:
+            amax = 0.0
+            if OP.outer == TENSOR:
+                amax = tl.load(amax_ptr + PLACE).to(tl.float32, bitcast=True)
+            group = line[:, None] * ((length + 7) // 8) + (first // 8 + tl.arange(0, C) * (W // 8))[None, :]
+            codes, scales, inners, outer = _round(v, at, group.to(tl.uint32), amax, factor, OP, SIDE.noise,
+                                                    PACKED)
+            v = _times(codes, scales, OP.block[1])
+        elif n > 0:
+            v = _times(v, (factor,), W)
+        _write(out, v, codes, inners, outer, line, first, lines, length, OP, PACKED, C, W)
+    return v
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, slot_ptr, fill_ptr, fill_stride, amax_ptr,
+                 counter_ptr, layer,
+                 ROW: tl.constexpr, COL: tl.constexpr, EXTRA: tl.constexpr, ALIGN: tl.constexpr,
+                 MEASURE: tl.constexpr, PACKED: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+    """ See round_pair. Program (i, j) has the tile from row 128 i and column 128 j on. """
+    C: tl.constexpr = 128 // W
+    C2: tl.constexpr = 128 // W2
+    HALF: tl.constexpr = 2 if x_ptr.dtype.element_ty == tl.int32 else 1
+    top, left = tl.program_id(0).to(tl.int64) * 128, tl.program_id(1).to(tl.int64) * 128
+    seed, step = tl.load(counter_ptr), tl.load(counter_ptr + 1).to(tl.uint32)
+    micro = ((tl.load(counter_ptr + 2) << 16) + tl.load(counter_ptr + 3)).to(tl.uint32)
+    at = (seed, step, micro, layer.to(tl.uint32))
+
+    # half of the rows at a time, so that few values are alive at once
+    halves = ()
+    for i in tl.static_range(2):
+        row = top + i * 64 + tl.arange(0, 64)
+        x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, C, W)
+        if slot_ptr is not None:
+            x = _mask(x, slot_ptr, left, K, C, W)
+        rounded = x
+        if ROW is not None and (MEASURE != "col" or ALIGN):
+            rounded = _side(_cast(x, tl.float32), row_out, at, row, left, M, K, amax_ptr, 0, ROW,
+                            MEASURE == "row", PACKED, C, W)
+        halves = halves + (rounded if ALIGN else x,)
+
+    if COL is not None and MEASURE != "row":
+        # the transposed tile: its lines are the columns of x
+        column = left + tl.arange(0, 128)
+        v = _cast(_transpose(_stack(halves[0], halves[1]), C, W, W2), tl.float32)
+        if fill_ptr is not None:
+            v = _fill(v, fill_ptr, fill_stride, slot_ptr, column, top, M, K, C2, W2)
+        if EXTRA is not None and MEASURE == "":
+            _side(v, extra_out, at, column, top, K, M, amax_ptr, 0, EXTRA, False, PACKED, C2, W2)
+        _side(v, col_out, at, column, top, K, M, amax_ptr, 1, COL, MEASURE == "col", PACKED, C2, W2)
+
+
+def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | None, col_out: Out | None,
+               counter: Tensor, layer: int, align: bool = False, slots: Tensor | None = None,
+               fill: Tensor | None = None, extra: Side | None = None, extra_out: Out | None = None,
+               packed: bool = False):
+    """
+    One pass over x: rounded along its rows, and transposed and rounded along its columns.
+
+    in    x         (M, K) contiguous, any float dtype
+          row, col  what to do in each orientation, None for not wanted
+          counter   int64 (4,), quant.Counter.state, read on the device; layer, see quant.random_words
+          align     the columns start from the rounded rows instead of from x
+          slots     int32 (K,), -1, or the place of an outlier column, which counts as zero here
+          fill      (M, slots), the outlier columns' values for the transposed side
+          extra     one more rounding of the transposed side, from before its rotation
+    out   row_out   (M, K) and col_out, extra_out (K, M), see Out; K and M rounded up to whole rotations
+
+    source  the operands of TetraJet-v2, arXiv 2510.27527
+    """
+    M, K = x.shape
+    if M == 0 or K == 0:
+        return
+    for side in (row, col, extra):
+        _check(side)
+    sides = [side for side in (row, col) if side and side.op and side.op.outer == TENSOR]
+    amax = torch.zeros(2, dtype=torch.int32, device=x.device) if sides else None
+    row_to, col_to, extra_to = (out and out._replace(data=_pairs(out.data)) for out in (row_out, col_out, extra_out))
+
+    def launch(measure: str):
+        _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
+            _pairs(x), M, K, row_to, col_to, extra_to, slots, fill, fill.stride(0) if fill is not None else 0,
+            amax, counter, layer, ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, PACKED=packed,
+            W=_width(row), W2=_width(col, extra), num_warps=8, maxnreg=128, enable_fp_fusion=False)
+
+    # a scale for the whole tensor needs a look at all of it first
+    for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):
+        if side in sides:
+            launch(name)
+            if packed:
+                largest, top = amax[place].view(torch.float32), 6 * 16 / 17 if side.op.rule == "17/16" else 6
+                scale = largest / largest.new_full((), 448.0) / largest.new_full((), top)
+                scale = torch.where(largest < TINY.value, 1.0, scale)
+                out.outer.copy_(torch.where(largest.isfinite(), scale, torch.nan))
+    launch("")
+
+
+def _width(*sides: Side | None) -> int:
+    """ Values in a strip: a whole block and a whole rotation of each side. """
+    return max([16] + [max(side.turn, side.op.block[1] if side.op else 0) for side in sides if side])
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """ A bf16 matrix as int32, two values each, where its rows are whole pieces of 16 bytes. """
+    whole = x.dim() == 2 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x.view(torch.int32) if x.dtype == torch.bfloat16 and whole else x
+
+
+def _check(side: Side | None):
+    op = side and side.op
+    if not op:
+        return
+    good = (op.grid in ("e2m1", "e4m3") and op.block in ((1, 16), (16, 16), (1, 32)) and op.rule != "quest"
+            and (op.outer in (128, -1) if op.scale == "e4m3" and op.grid == "e2m1" else op.outer == 0)
+            and (op.scale == "e8m0" or op.grid == "e2m1"))
+    if not good or side.turn > TILE:
+        raise ValueError(f"no kernel rounds like {op}, rotation {side.turn}: use the reference back end")
