@@ -1,8 +1,8 @@
 """
 The quantized linear of quant.py on a GPU: the same six operands in fewer passes, and two ways to multiply.
 
-    emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales are
-              those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
+    emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales
+              are those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
     native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py). What is kept for the
               backward pass is packed: 4.75 bits a value
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemms import mxfp8_gemm, nvfp4_gemm
-from kernels import Out, Side, round_pair
+from kernels import Out, Side, no_kernel, round_pair
 
 DX_SIGNS, DW_SIGNS = 8, 9      # streams, as in quant.py
 
@@ -53,7 +53,8 @@ def _parts(rows: int, columns: int, side: Side) -> list[tuple[int, tuple[int, in
     op, columns = side.op, up(up(columns, side.turn), 16)
     (height, width), nibbles = op.block, op.grid == "e2m1"
     outer = columns if op.outer <= 0 else op.outer
-    shapes = [(rows, columns // 2 if nibbles else columns), (up(rows, height) // height, up(columns, width) // width),
+    shapes = [(rows, columns // 2 if nibbles else columns),
+              (up(rows, height) // height, up(columns, width) // width),
               (up(rows, height) // height, up(columns, outer) // outer)]
     sizes = [shapes[0][0] * shapes[0][1], shapes[1][0] * shapes[1][1], 4 * shapes[2][0] * shapes[2][1]]
     return [(up(size, 16), shape) for size, shape in zip(sizes, shapes)]
@@ -92,10 +93,20 @@ def operand(out: Out, op) -> tuple:
     return (out.data, inner) if op.grid == "e4m3" else (out.data, inner, outer)
 
 
+def rounded(x: Tensor, op) -> tuple[Tensor, Tensor, Tensor | None]:
+    """ x (M, K) to nearest in one pass -> code uint8 (M, K), inner and outer scales: as quant.quantize. """
+    side = Side(op)
+    out = room(x, *x.shape, side)[1]
+    round_pair(x, side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0, packed=True)
+    code = torch.stack((out.data & 15, out.data >> 4), dim=-1).flatten(1)[:, : x.shape[1]].contiguous()
+    return code, out.inner, out.outer
+
+
 def slots_of(channels: Tensor, K: int) -> Tensor:
     """ int32 (K,): the place of an outlier channel among them, -1 for the others. """
     slots = torch.full((K,), -1, dtype=torch.int32, device=channels.device)
-    return slots.index_copy(0, channels, torch.arange(len(channels), dtype=torch.int32, device=channels.device))
+    places = torch.arange(len(channels), dtype=torch.int32, device=channels.device)
+    return slots.index_copy_(0, channels, places)
 
 
 # -----------------------------------------------------------------------------
@@ -110,7 +121,8 @@ def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Ten
     slots = slots_of(channels, K) if C else None
     x_hat, w_hat = (t.new_empty(rows, wide, dtype=dtype) if op or C else None
                     for t, rows, op in ((x, T, r.y_x), (weight, N, r.y_w)))
-    x_side, w_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS), Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
+    x_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS)
+    w_side = Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
     dw_x, dx_w = (values(x, K, rows, side) if save else None for rows, side in ((T, x_side), (N, w_side)))
     dw_x8 = values(x, C, T, Side(None)) if save and C else None
 
@@ -120,8 +132,8 @@ def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Ten
             hat[:, K + C :].zero_()
             eight = Out(hat[:, K : K + C], None, None, wide)
             col = Side(r.outlier if r.dw_x else None) if out else None
-            round_pair(t.index_select(1, channels), Side(r.outlier if op else None), col, eight, out, counter, layer,
-                       align=bool(op and r.dw_x and r.align))
+            round_pair(t.index_select(1, channels), Side(r.outlier if op else None), col, eight, out, counter,
+                       layer, align=bool(op and r.dw_x and r.align))
 
     for t, hat, op, side, out, fill in ((x, x_hat, r.y_x, x_side, dw_x, None),
                                         (weight, w_hat, r.y_w, w_side, dx_w, w_hat[:, K:] if C else None)):
@@ -163,6 +175,14 @@ def emulate_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, c
 # native
 
 
+def emulate_problem(r) -> str:
+    """ Why there is no kernel for this recipe, or "". """
+    for number, op in enumerate((*r.operands, r.outlier), 1):
+        if problem := op and no_kernel(op):
+            return f"operand Q{number}: {problem}" if number < 7 else f"outlier channels: {problem}"
+    return ""
+
+
 def native_problem(r) -> str:
     """ Why the FP4 tensor cores cannot run this recipe, or "". """
     for number, op in enumerate(r.operands, 1):
@@ -180,7 +200,8 @@ def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tens
     (T, K), N, C = x.shape, weight.shape[0], channels.numel()
     x, weight = x.contiguous(), weight.contiguous()
     slots, fill = slots_of(channels, K) if C else None, None
-    x_side, w_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS), Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
+    x_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS)
+    w_side = Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
     eight = Side(r.outlier)
     dw_x8, dw_x8_out = room(x, C, T, eight if save and C else None)
     x8 = w8 = None
@@ -196,8 +217,8 @@ def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tens
     x4, w4 = room(x, T, K, Side(r.y_x))[1], room(weight, N, K, Side(r.y_w))[1]
     dw_x, dw_x_out = room(x, K, T, x_side if save else None)
     dx_w, dx_w_out = room(x, K, N, w_side if save else None)
-    round_pair(x, Side(r.y_x), x_side if save else None, x4, dw_x_out, counter, layer, align=r.align, slots=slots,
-               packed=True)
+    round_pair(x, Side(r.y_x), x_side if save else None, x4, dw_x_out, counter, layer, align=r.align,
+               slots=slots, packed=True)
     if r.align or not save:
         round_pair(weight, Side(r.y_w), w_side if save else None, w4, dx_w_out, counter, layer, align=r.align,
                    slots=slots, fill=fill, packed=True)
@@ -209,8 +230,8 @@ def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tens
     return y, dx_w, dw_x, dw_x8
 
 
-def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor, counter: Tensor,
-                    layer: int, need_dx: bool, need_dw: bool, K: int):
+def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor,
+                    counter: Tensor, layer: int, need_dx: bool, need_dw: bool, K: int):
     """ As quant.linear_backward -> dx, dw. K tells the shape of what the buffers hold. """
     (T, N), C = dy.shape, channels.numel()
     row = Side(r.dx_dy, turn(r.dx_dy, r.dx_w), 3, DX_SIGNS) if need_dx else None
@@ -227,5 +248,6 @@ def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, ch
         dw = nvfp4_gemm(operand(at, r.dw_dy), operand(x, r.dw_x), dtype=dy.dtype)
         if C:
             x8 = unpacked(dw_x8, C, T, extra)
-            dw.index_copy_(1, channels, mxfp8_gemm(operand(at8, r.outlier), operand(x8, r.outlier), dtype=dy.dtype))
+            dw8 = mxfp8_gemm(operand(at8, r.outlier), operand(x8, r.outlier), dtype=dy.dtype)
+            dw.index_copy_(1, channels, dw8)
     return dx, dw

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 128            # rows and columns of a tile
+TILE = 128                                 # rows and columns of a tile
 TENSOR = tl.constexpr(-1)                  # Operand.outer: one outer scale for the whole tensor
 # with TRITON_INTERPRET=1 kernels run on a CPU, in NumPy, which has neither PTX nor an exact fma
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -114,7 +114,8 @@ def _stack(a, b):
     """ Two times W tensors [R, C], the first rows of a tile and the next -> W tensors [2 R, C]. """
     out = ()
     for i in tl.static_range(len(a)):
-        out = out + (tl.reshape(tl.permute(tl.join(a[i], b[i]), [2, 0, 1]), [2 * a[i].shape[0], a[i].shape[1]]),)
+        both = tl.permute(tl.join(a[i], b[i]), [2, 0, 1])
+        out = out + (tl.reshape(both, [2 * a[i].shape[0], a[i].shape[1]]),)
     return out
 
 
@@ -147,8 +148,8 @@ def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.cons
     Offsets and columns [C, 128, P] of the two pieces of P values that a lane moves of one sector, 2 P values.
 
     A thread needs whole sectors, but 16 bytes are the most that it can move at once, and the memory wants
-    whole sectors of 32 at once. PAIRED: lanes 2 j and 2 j + 1 together move a sector of strip 2 j, then one of
-    strip 2 j + 1, and trade. The strip axis comes first: Triton hands out lanes from the first of the axes
+    whole sectors of 32 at once. PAIRED: lanes 2 j and 2 j + 1 together move a sector of strip 2 j, then one
+    of strip 2 j + 1, and trade. The strip axis comes first: Triton hands out lanes from the first of the axes
     that are not contiguous in memory.
     """
     strip, lane = tl.arange(0, C)[:, None, None], tl.arange(0, P)[None, None, :]
@@ -165,8 +166,8 @@ def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.cons
 @triton.jit
 def _load(ptr, row, first, M, K, stride, C: tl.constexpr, W: tl.constexpr):
     """
-    The strips of 128 rows from column `first` on, W tensors; zero outside of (M, K). A pointer to int32 is one
-    to pairs of bf16; then first, K and stride count pairs.
+    The strips of some rows from column `first` on, W tensors; zero outside of (M, K). A pointer to int32 is
+    one to pairs of bf16; then first, K and stride count pairs.
     """
     BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     P: tl.constexpr = 128 // BITS
@@ -357,8 +358,8 @@ def _binade(y, smallest: tl.constexpr):
 @triton.jit
 def _nearest(y, EMIN: tl.constexpr, MBITS: tl.constexpr):
     """
-    y to the nearest value of a grid without a largest value. Adding 1.5 * 2^23 gaps and taking them off again
-    leaves a multiple of the gap, ties to even: that is what float32 addition does. The sign of a zero is lost.
+    y to the nearest value of a grid without a largest value. Adding 1.5 * 2^23 gaps and taking them off
+    again leaves a multiple of the gap, ties to even: float32 addition does that. The sign of a zero is lost.
     """
     binade = _binade(y, 2.0**EMIN)
     much: tl.constexpr = 1.5 * 2.0 ** (23 - MBITS)
@@ -435,7 +436,7 @@ def _amax(v, gain, B: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _outer(amax, tensor_amax, OP: tl.constexpr):
-    """ -> the magnitude that decides over NaN and zero, and the outer scale: [R, 1], or [1, 1] of a tensor. """
+    """ -> the magnitude that decides over NaN and zero, and the outer scale: [R, 1], [1, 1] of a tensor. """
     if OP.outer == TENSOR:
         fate = tl.full([1, 1], 0.0, tl.float32) + tensor_amax
     else:
@@ -460,7 +461,7 @@ def _inner(a, fate, outer, inv_outer, OP: tl.constexpr):
         inner = tl.where(fate < INF, inner, 0.0)
         scale = inner * outer
         return inner, scale, tl.where(scale >= SMALLEST_NORMAL, _reciprocal(scale), 0.0)
-    # E8M0: a power of two, so bits of the exponent. 2^-127, what a block of zeros stores, is the bits 0x400000
+    # E8M0: a power of two, so bits of the exponent. A block of zeros stores 2^-127, the bits 0x400000
     a = tl.where(a < TINY, 0.0, a)
     if OP.rule == "floor":
         inner = _binade(a, 0.0) * (0.25 if OP.grid == "e2m1" else 2.0**-8)
@@ -532,8 +533,8 @@ def _times(v, factors, n: tl.constexpr):
 def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.constexpr,
            SIGNED: tl.constexpr):
     """
-    Round strips: W tensors v [R, C], times factor -> W tensors of signed grid values, and by block the scales,
-    the inner scales, and the outer scale.
+    Round strips: W tensors v [R, C], times factor -> W tensors of signed grid values, and by block the
+    scales, the inner scales, and the outer scale.
 
     at     seed, step, micro-step and rank, layer: the address of the noise
     group  [R, C], number of the first group of eight values of each strip; see quant.uniform
@@ -625,7 +626,7 @@ def _mask(v, slot_ptr, left, K, C: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _fill(v, fill_ptr, fill_stride, slot_ptr, column, top, M, K, C: tl.constexpr, W: tl.constexpr):
-    """ Transposed strips whose outlier channels, now rows, take the values that they have in fill (M, slots). """
+    """ Transposed strips whose outlier channels, now rows, take the values that fill (M, slots) has. """
     slot = tl.load(slot_ptr + column, column < K, -1)[:, None]
     row = top + (tl.arange(0, C) * W)[None, :]
     full = ()
@@ -727,10 +728,12 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     if M == 0 or K == 0:
         return
     for side in (row, col, extra):
-        _check(side)
+        if problem := side and side.op and no_kernel(side.op):
+            raise ValueError(f"{problem}: use the reference back end")
     sides = [side for side in (row, col) if side and side.op and side.op.outer == TENSOR]
     amax = torch.zeros(2, dtype=torch.int32, device=x.device) if sides else None
-    row_to, col_to, extra_to = (out and out._replace(data=_pairs(out.data)) for out in (row_out, col_out, extra_out))
+    row_to, col_to, extra_to = (out and out._replace(data=_pairs(out.data))
+                                for out in (row_out, col_out, extra_out))
 
     def launch(measure: str):
         _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
@@ -761,12 +764,14 @@ def _pairs(x: Tensor) -> Tensor:
     return x.view(torch.int32) if x.dtype == torch.bfloat16 and whole else x
 
 
-def _check(side: Side | None):
-    op = side and side.op
-    if not op:
-        return
-    good = (op.grid in ("e2m1", "e4m3") and op.block in ((1, 16), (16, 16), (1, 32)) and op.rule != "quest"
-            and (op.outer in (128, -1) if op.scale == "e4m3" and op.grid == "e2m1" else op.outer == 0)
-            and (op.scale == "e8m0" or op.grid == "e2m1"))
-    if not good or side.turn > TILE:
-        raise ValueError(f"no kernel rounds like {op}, rotation {side.turn}: use the reference back end")
+def no_kernel(op) -> str:
+    """ Why no kernel rounds like this Operand, or "". """
+    if op.grid not in ("e2m1", "e4m3") or op.rule == "quest":
+        return f"no kernel for {op.grid if op.rule != 'quest' else 'rule quest'}"
+    if op.block not in ((1, 16), (16, 16), (1, 32)):
+        return f"no kernel for blocks of {op.block[0]}x{op.block[1]}"
+    if op.scale == "e4m3" and (op.grid != "e2m1" or op.outer not in (TILE, -1)):
+        return f"no kernel for E4M3 scales of {op.grid} values with outer scales over {op.outer}"
+    if op.hadamard > TILE:
+        return f"no kernel rotates {op.hadamard} values"
+    return ""

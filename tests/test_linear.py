@@ -579,15 +579,16 @@ def test_ops_are_registered_correctly(channels):
             args = (x.clone().requires_grad_(), weight.clone().requires_grad_(), channels, counter, 3,
                     recipe.spec())
             for save in (True, False):
-                torch.library.opcheck(linear_forward, (*args, save),
+                torch.library.opcheck(linear_forward, (*args, save, "reference"),
                                       test_utils=("test_schema", "test_faketensor"))
-        args = (x.clone().requires_grad_(), weight.clone().requires_grad_(), channels, counter, 3, spec, True)
+        args = (x.clone().requires_grad_(), weight.clone().requires_grad_(), channels, counter, 3, spec, True,
+                "reference")
         torch.library.opcheck(linear_forward, args)
         y, *saved = linear_forward(*args)
         dx_w, dw_x, dw_x8, state = (t.detach() for t in saved)
         for need in ((True, True), (True, False), (False, True)):
             torch.library.opcheck(linear_backward, (torch.randn_like(y).detach(), dx_w, dw_x, dw_x8, channels,
-                                                    state, 3, spec, *need))
+                                                    state, 3, spec, *need, "reference", 20))
 
 
 @pytest.mark.parametrize("autocast", (False, True))
