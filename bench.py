@@ -369,7 +369,8 @@ def gemm_cases(device: torch.device, size: int) -> list[Case]:
             got = call()
             if op is None:
                 return effective_bits(a[:256].double() @ b.double().t(), got[:256].double())
-            exact = quantize(a[:256], op).dequantize().double() @ quantize(b, op).dequantize().double().t()
+            exact, other = (quantize(x, op).dequantize() for x in (a, b))
+            exact = exact[:256].double() @ other.double().t()
             error = float((got[:256].double() - exact).norm() / exact.norm())
             # the result is rounded to bf16, and float32 sums of `size` products are far more exact than that
             need(error < 2.0**-8, f"{name} is off by {error:.1e} of the exact product of its operands")
