@@ -43,8 +43,10 @@ class Compiled:
     spills     bytes of stack of a thread, which is where values go that find no register
     shared     bytes of shared memory of a program
     mma        the matrix instructions in the PTX
+    ttgir      what Triton hands to LLVM: here operands have got their places
     """
     ptx: str
+    ttgir: str
     registers: int
     spills: int
     shared: int
@@ -90,7 +92,8 @@ def compile_here(job: Job) -> Compiled:
         report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)],
                                 capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return Compiled(compiled.asm["ptx"], int(registers), int(stack), compiled.metadata.shared)
+    return Compiled(compiled.asm["ptx"], compiled.asm["ttgir"], int(registers), int(stack),
+                    compiled.metadata.shared)
 
 
 if __name__ == "__main__":
