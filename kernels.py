@@ -806,7 +806,8 @@ def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_ou
 
     # the two distances
     now = _grid_value(code) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, ROWS, OUTER)
-    before = _grid_value(last) * _scale_of(last_inner_ptr, last_outer_ptr, row, k, blocks, outers, ROWS, OUTER)
+    before = _grid_value(last) * _scale_of(last_inner_ptr, last_outer_ptr, row, k, blocks, outers, ROWS,
+                                           OUTER)
     moved = w - last_w
     excess = tl.load(excess_ptr + e, inside, 0.0) + (tl.abs(now - before) - tau * tl.abs(moved))
 

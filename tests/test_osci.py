@@ -877,7 +877,7 @@ def test_the_kernel_tracks_bit_for_bit(shape, op, track):
             layer.weight.data += move.to(device)
             window.advance(*rounded_weight(layer), 8.0, layer.backend)
     (_, a), (_, b) = windows
-    assert a.counts.tolist() == b.counts.tolist() and a.counts.min() > 0
+    assert a.counts.tolist() == b.counts.tolist() and a.counts[:2].min() > 0
     for name in ("columns", "w", "excess", "flags", "inner", "outer"):
         x, y = getattr(a, name), getattr(b, name)
         assert (x is None and y is None) or torch.equal(x, y), name
