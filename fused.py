@@ -52,9 +52,10 @@ def _parts(rows: int, columns: int, side: Side) -> list[tuple[int, tuple[int, in
     """ Bytes, a multiple of 16, and shape of codes, inner and outer scales; rows are padded to 16 values. """
     op, columns = side.op, up(up(columns, side.turn), 16)
     (height, width), nibbles = op.block, op.grid == "e2m1"
-    outer = columns if op.outer <= 0 else op.outer
-    shapes = [(rows, columns // 2 if nibbles else columns), (up(rows, height) // height, up(columns, width) // width),
-              (up(rows, height) // height, up(columns, outer) // outer)]
+    blocks = up(rows, height) // height
+    # one outer scale in all, or none
+    outer = (blocks, up(columns, op.outer) // op.outer) if op.outer > 0 else (-op.outer, 1)
+    shapes = [(rows, columns // 2 if nibbles else columns), (blocks, up(columns, width) // width), outer]
     sizes = [shapes[0][0] * shapes[0][1], shapes[1][0] * shapes[1][1], 4 * shapes[2][0] * shapes[2][1]]
     return [(up(size, 16), shape) for size, shape in zip(sizes, shapes)]
 
