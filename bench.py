@@ -30,7 +30,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +44,8 @@ from config import CHOICES, Config, ConfigError, parse
 from data import Parser
 from eval import autocast, build, commit, pick_device
 from osci import OsciReset
-from quant import Counter, Operand, QuantLinear, fake_quantize, uniform
+from quant import (DW_SIGNS, DX_SIGNS, TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, pack,
+                   quantize, random_signs, uniform)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from roofline import GPUS, METHODS, OUTLIER_SHARE, PAPER, layer_shapes, roofline
 
@@ -298,6 +299,110 @@ def reference_cases(device: torch.device, T: int, K: int) -> list[Case]:
             case("MXFP8", MXFP8)]
 
 
+# (tokens, input features, output features) of a linear in each of these models: attention's qkv, and the MLP
+KERNEL_SHAPES = {"70m qkv": (32768, 512, 1536), "70m down": (32768, 1024, 512),
+                 "370m qkv": (32768, 1024, 3072), "370m down": (32768, 4096, 1024),
+                 "d4096": (32768, 4096, 4096)}
+
+
+def fused_cases(device: torch.device, name: str, T: int, K: int, N: int) -> list[Case]:
+    """ The three kernels of tetrajet_base for one linear: X and W with what is kept of them, and dY. """
+    from kernels import Out, Side, round_pair
+    counter = Counter(1, device=device).state
+    generator = torch.Generator(device).manual_seed(0)
+
+    def case(kernel: str, M: int, K: int, dtype: torch.dtype, row: Side, col: Side, align: bool) -> Case:
+        kept = torch.bfloat16 if device.type == "cuda" else torch.float32      # no bf16 in the interpreter
+        x = torch.randn(M, K, generator=generator, device=device).to(dtype if device.type == "cuda" else kept)
+        a, at = (torch.empty(shape, dtype=kept, device=device) for shape in ((M, K), (K, M)))
+        outs = Out(a, None, None, K), Out(at, None, None, M)
+
+        def call():
+            round_pair(x, row, col, *outs, counter, 2, align=align)
+
+        def check() -> float:
+            for out in (a, at):
+                out.fill_(torch.nan)
+            call()
+            wanted = rounded_side(x[:128].float(), row, counter, 2)
+            first = x[:, :128].float()
+            start = rounded_side(first, row, counter, 2, columns=K) if align else first
+            also = rounded_side(start.t().contiguous(), col, counter, 2)
+            need(torch.equal(a[:128], wanted.to(kept)) and torch.equal(at[:128], also.to(kept)),
+                 f"{kernel} of {M}x{K} differs from the reference")
+            need(bool(a.isfinite().all() and at.isfinite().all()), f"{kernel} of {M}x{K} leaves holes")
+            turned = hadamard(x[:128], random_signs(row.turn, counter, 2, row.signs)) if row.turn else x[:128]
+            return effective_bits(turned.float(), a[:128].float())
+        moved = M * K * (x.element_size() + 2 * a.element_size())
+        return Case(f"{name}: {kernel}", (M, K), call, moved, check)
+
+    q1, q3 = Side(NEAREST), Side(STOCHASTIC, 16, 3, DX_SIGNS)
+    q4, q5, q6 = (Side(STOCHASTIC, 16, n, signs)
+                  for n, signs in ((4, DX_SIGNS), (5, DW_SIGNS), (6, DW_SIGNS)))
+    return [case("X, Q1 and Q6", T, K, torch.bfloat16, q1, q6, True),
+            case("W, Q2 and Q4", N, K, torch.float32, q1, q4, True),
+            case("dY, Q3 and Q5", T, N, torch.bfloat16, q3, q5, False)]
+
+
+def rounded_side(x: Tensor, side, counter: Tensor, layer: int, columns: int | None = None) -> Tensor:
+    """ What the reference makes of one orientation; x may be the first columns of a row of `columns`. """
+    if side.turn:
+        x = hadamard(x, random_signs(side.turn, counter, layer, side.signs))
+    noise = None
+    if side.op.stochastic:
+        noise = uniform((x.shape[0], columns or x.shape[1]), counter, layer, side.noise)[:, : x.shape[1]]
+    return fake_quantize(x, side.op, noise)
+
+
+def gemm_cases(device: torch.device, size: int) -> list[Case]:
+    """ Products of packed operands, all of one size; the first, bf16's, is what the others compare with. """
+    from gemms import fp8_gemm, mxfp8_gemm, nvfp4_gemm
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator, device=device).bfloat16() for _ in range(2))
+
+    def packed(x: Tensor, op: Operand) -> tuple:
+        q = quantize(x, op)
+        return (q.code, q.inner) if op.grid == "e4m3" else (pack(q.code), q.inner, q.outer)
+
+    def case(name: str, call: Callable, op: Operand | None) -> Case:
+        def check() -> float:
+            got = call()
+            if op is None:
+                return effective_bits(a[:256].double() @ b.double().t(), got[:256].double())
+            exact, other = (quantize(x, op).dequantize() for x in (a, b))
+            exact = exact[:256].double() @ other.double().t()
+            error = float((got[:256].double() - exact).norm() / exact.norm())
+            # the result is rounded to bf16, and float32 sums of `size` products are far more exact than that
+            need(error < 2.0**-8, f"{name} is off by {error:.1e} of the exact product of its operands")
+            return effective_bits(exact, got[:256].double())
+        return Case(name, (size,) * 3, call, 2.0 * size**3, check)
+
+    cases = [case("bf16, library", lambda: F.linear(a, b), None)]
+    if has_fp8(device):
+        one = torch.ones((), device=device)
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        cases.append(case("FP8 per tensor, library", lambda: fp8_gemm(a8, b8, one, one), None))
+    for name, op, gemm in (("NVFP4, outer scale per 128", NEAREST, nvfp4_gemm),
+                           ("NVFP4, outer scale per tensor", replace(NEAREST, outer=TENSOR), nvfp4_gemm),
+                           ("MXFP8", MXFP8, mxfp8_gemm)):
+        operands = packed(a, op), packed(b, op)
+        cases.append(case(name, lambda gemm=gemm, operands=operands: gemm(*operands), op))
+    return cases
+
+
+def gemm_table(cases: list[Case], report: Report, clock, n: int) -> str:
+    """ Check and time products -> TFLOP/s and the share of bf16's, which is the first. """
+    rows, first = [["product", "shape", "effective bits", "TFLOP/s", "% of bf16", "ms", "n"]], None
+    for case in cases:
+        bits, t = case.check(), measure(case.call, clock, n)
+        rate = case.bytes / t.median / 1e9
+        first = first or rate
+        rows.append([case.name, "x".join(map(str, case.shape)), f"{bits:.2f}", f"{rate:.0f}",
+                     f"{100 * rate / first:.1f}", t, t.n])
+        report.row(product=case.name, shape=case.shape, flop=case.bytes, ms=asdict(t))
+    return markdown(rows)
+
+
 def copy_bandwidth(device: torch.device, clock, n: int) -> tuple[float, Timing]:
     """ GB/s of a copy of 1 GiB within the device, bytes read plus written: what a kernel may hope for. """
     source = torch.zeros(2**30, dtype=torch.uint8, device=device)
@@ -331,11 +436,17 @@ def bench_kernels(args: argparse.Namespace):
         copy, timing = copy_bandwidth(device, clock, args.n)
         report.row(kernel="copy", shape=[2**30], bytes=2**31, ms=asdict(timing))
         report.say(f"a copy of 1 GiB: {copy:.0f} GB/s, read + written; {timing} ms, n={timing.n}")
-        cases = [case for T, K in ((8192, 4096), (32768, 1024)) for case in reference_cases(device, T, K)]
-    else:
-        no_times(report, "the rounding of one small tensor is")
-        cases = reference_cases(device, 64, 256)
-    report.say(kernel_table(cases, report, clock, args.n, copy))
+        # made one shape at a time, or all tensors would be there at once
+        makers = [lambda: reference_cases(device, 32768, 1024)]
+        if "emulate" in backends_here(device):
+            makers = [lambda name=name, shape=shape: fused_cases(device, name, *shape)
+                      for name, shape in KERNEL_SHAPES.items()] + makers
+        report.say(kernel_table((case for maker in makers for case in maker()), report, clock, args.n, copy))
+        if "emulate" in backends_here(device):
+            report.say(gemm_table(gemm_cases(device, 8192), report, clock, args.n))
+        return
+    no_times(report, "the rounding of one small tensor is")
+    report.say(kernel_table(reference_cases(device, 64, 256), report, clock, args.n, copy))
 
 
 # -----------------------------------------------------------------------------

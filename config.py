@@ -37,7 +37,7 @@ class Config:
     name: str = ""                      # this run's folder under out; "" = config files and seed, bf16-s1
     seed: int = 1                       # decides the first weights, the order of the data, the rounding noise
     device: str = "auto"                # auto | cpu | cuda | mps; auto = cuda where there is one, else cpu
-    backend: str = "auto"               # auto | reference: who computes the FP4 products; auto = reference
+    backend: str = "auto"               # auto | reference | emulate | native: who rounds and multiplies
     compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
     overwrite: bool = False             # delete a finished or unfinished run of the same name and start anew
     stop_at: int = 0                    # stop after this step, saved, as a job that is killed would; 0 = off
@@ -285,7 +285,7 @@ def help_text() -> str:
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
-    "backend": ("auto", "reference"),
+    "backend": ("auto", "reference", "emulate", "native"),
     "schedule": ("cosine", "linear"),
     "outlier_choice": ("norm", "random"),
     "osci": ("off", "watch", "full", "topk", "edge", "random", "nearest", "qema", "freeze", "dampen"),

@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.util import find_spec
 from functools import lru_cache
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from torch import nn
 from config import Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT
-from quant import Counter, QuantLinear, Recipe, quantizers_off
+from quant import Counter, QuantLinear, Recipe, quantize, quantizers_off
 from recipes import RECIPES
 from remedies import QEma
 
@@ -50,6 +51,69 @@ def pick_device(cfg: Config) -> torch.device:
     if not there[cfg.device]:
         raise ConfigError(f"device = {cfg.device!r}: PyTorch sees none on this machine; type --device=auto")
     return torch.device(cfg.device)
+
+
+def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
+    """ The back end that cfg.backend asks for, or this device's fastest; ConfigError if it cannot run. """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 12)
+    why_not = {"reference": "", "emulate": "", "native": ""}
+    if find_spec("triton") is None:
+        why_not["emulate"] = "Triton is not installed: type pip install triton"
+    elif not interpreted and device.type != "cuda":
+        why_not["emulate"] = f"its kernels need an NVIDIA GPU, and this run is on {device.type}"
+    elif not interpreted and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name()
+        why_not["emulate"] = f"its kernels need compute capability 8.0, and {name} has less"
+    else:
+        from fused import emulate_problem, native_problem
+        why_not["emulate"] = emulate_problem(recipe)
+        why_not["native"] = native_problem(recipe)
+        if not blackwell and not interpreted:
+            why_not["native"] = "FP4 tensor cores come with Blackwell, compute capability 10.0, 10.3 or 12.x"
+    why_not["native"] = why_not["native"] or why_not["emulate"]
+    if not any(recipe.operands):
+        return "reference" if cfg.backend == "auto" else cfg.backend
+    if cfg.backend == "auto":
+        # an interpreter is for tests, not for speed
+        order = ["native", "emulate", "reference"] if device.type == "cuda" else ["reference"]
+        return next(name for name in order if not why_not[name])
+    if why_not[cfg.backend]:
+        raise ConfigError(f"backend = {cfg.backend!r}: {why_not[cfg.backend]}; or type --backend=auto")
+    return cfg.backend
+
+
+def check_native(recipe: Recipe, device: torch.device):
+    """
+    Run the kernels of the native back end once on this GPU, beside the reference: codes and scales must be
+    equal bit for bit, and products equal but for the order of float32 sums. ConfigError if they are not.
+    """
+    import fused
+    T, K, N, outliers = 256, 384, 320, 38 if recipe.outlier else 0
+    counter, generator = Counter(1).to(device), torch.Generator(device).manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=generator, device=device) for shape in ((T, K), (N, K), (T, N)))
+    op, results = recipe.y_w, []
+    if not op.stochastic:
+        for ours, reference in zip(fused.rounded(w, op), vars(quantize(w, op)).values()):
+            if ours is not None and not torch.equal(ours, reference):
+                raise ConfigError(f"the rounding kernel differs from the reference on this GPU; {BROKEN}")
+    for backend in ("reference", "native"):
+        layer = QuantLinear(K, N, bias=False, recipe=recipe, counter=counter, outliers=outliers,
+                            backend=backend, device=device)
+        layer.weight.data.copy_(w)
+        layer.set_channels(torch.arange(0, 10 * outliers, 10, device=device))
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(dy)
+        results.append((y, leaf.grad, layer.weight.grad))
+    for name, reference, ours in zip(("Y", "dX", "dW"), *results):
+        error = float((ours - reference).norm() / reference.norm())
+        # sums of a few hundred float32 products in two orders: 1e-6 is generous, a wrong code is 1e-3
+        if not error < 1e-5:
+            raise ConfigError(f"{name} of the native back end is off by {error:.1e} on this GPU; {BROKEN}")
+
+
+BROKEN = "type --backend=emulate, and please report it with the output of python bench.py kernels"
 
 
 def autocast(device: torch.device):
@@ -82,12 +146,13 @@ def build(cfg: Config, corpus_vocab: int, device: torch.device,
     if vocab < corpus_vocab:
         raise ConfigError(f"vocab_size = {vocab}, but the data has {corpus_vocab} ids; type --vocab_size=0")
     recipe, layers = recipe or recipe_of(cfg), {}
+    backend = pick_backend(cfg, device, recipe)
     counter = Counter(cfg.seed)
 
     def make_linear(in_features: int, out_features: int, name: str) -> nn.Module:
         outliers = round(cfg.outlier_frac * in_features) if any(recipe.operands) else 0
         layers[name] = QuantLinear(in_features, out_features, bias=False, recipe=recipe, layer=len(layers),
-                                   counter=counter, outliers=outliers)
+                                   counter=counter, outliers=outliers, backend=backend)
         return layers[name]
 
     model = GPT(cfg, vocab, make_linear).to(device)

@@ -1,8 +1,8 @@
 """
 The quantized linear of quant.py on a GPU: the same six operands in fewer passes, and two ways to multiply.
 
-    emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales are
-              those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
+    emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales
+              are those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
     native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py). What is kept for the
               backward pass is packed: 4.75 bits a value
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemms import mxfp8_gemm, nvfp4_gemm
-from kernels import Out, Side, round_pair
+from kernels import Out, Side, no_kernel, no_lines, round_pair
 
 DX_SIGNS, DW_SIGNS = 8, 9      # streams, as in quant.py
 
@@ -93,10 +93,18 @@ def operand(out: Out, op) -> tuple:
     return (out.data, inner) if op.grid == "e4m3" else (out.data, inner, outer)
 
 
-def slots_of(channels: Tensor, K: int) -> Tensor:
-    """ int32 (K,): the place of an outlier channel among them, -1 for the others. """
-    slots = torch.full((K,), -1, dtype=torch.int32, device=channels.device)
-    return slots.index_copy(0, channels, torch.arange(len(channels), dtype=torch.int32, device=channels.device))
+def rounded(x: Tensor, op) -> tuple[Tensor, Tensor, Tensor | None]:
+    """ x (M, K) to nearest in one pass -> code uint8 (M, K), inner and outer scales: as quant.quantize. """
+    side = Side(op)
+    out = room(x, *x.shape, side)[1]
+    round_pair(x, side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0, packed=True)
+    code = torch.stack((out.data & 15, out.data >> 4), dim=-1).flatten(1)[:, : x.shape[1]].contiguous()
+    return code, out.inner, out.outer
+
+
+def keep_of(channels: Tensor, K: int) -> Tensor:
+    """ int16 (K,): 0 for outlier channels, -1, all bits, for the others. """
+    return torch.full((K,), -1, dtype=torch.int16, device=channels.device).index_fill_(0, channels, 0)
 
 
 # -----------------------------------------------------------------------------
@@ -107,34 +115,38 @@ def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Ten
     """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, in the dtype of x. """
     (T, K), N, C, dtype = x.shape, weight.shape[0], channels.numel(), x.dtype
     x, weight = x.contiguous(), weight.contiguous() if r.y_w else weight.to(dtype).contiguous()
-    wide = K + up(C, 8)
-    slots = slots_of(channels, K) if C else None
+    # a multiple of 16, as K mostly is: the same compiled kernel for every layer
+    wide = K + up(C, 16)
+    keep = keep_of(channels, K) if C else None
     x_hat, w_hat = (t.new_empty(rows, wide, dtype=dtype) if op or C else None
                     for t, rows, op in ((x, T, r.y_x), (weight, N, r.y_w)))
-    x_side, w_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS), Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
+    x_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS)
+    w_side = Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
     dw_x, dx_w = (values(x, K, rows, side) if save else None for rows, side in ((T, x_side), (N, w_side)))
     dw_x8 = values(x, C, T, Side(None)) if save and C else None
+    # dX sees the whole weight; where it does not start from the rounded one, it is the original
+    whole = bool(r.dx_w and r.align)
 
-    # the outlier channels first: the weight's are part of what Q4 rounds
-    for t, hat, op, out in ((x, x_hat, r.y_x, dw_x8), (weight, w_hat, r.y_w, None)):
-        if C:
-            hat[:, K + C :].zero_()
-            eight = Out(hat[:, K : K + C], None, None, wide)
-            col = Side(r.outlier if r.dw_x else None) if out else None
-            round_pair(t.index_select(1, channels), Side(r.outlier if op else None), col, eight, out, counter, layer,
-                       align=bool(op and r.dw_x and r.align))
-
-    for t, hat, op, side, out, fill in ((x, x_hat, r.y_x, x_side, dw_x, None),
-                                        (weight, w_hat, r.y_w, w_side, dx_w, w_hat[:, K:] if C else None)):
-        row, align = Side(op) if op or C else None, bool(side.op and r.align)
-        row_out = Out(hat, None, None, wide) if row else None
-        if align or t is x or not save:
-            round_pair(t, row, side if save else None, row_out, out, counter, layer, align=align, slots=slots,
-                       fill=fill if save else None)
-        else:
-            # the whole original weight, as dX without rounding in the forward pass would see it
-            round_pair(t, row, None, row_out, None, counter, layer, slots=slots)
+    for t, hat, op, side, out, align in ((x, x_hat, r.y_x, x_side, dw_x, bool(r.dw_x and r.align)),
+                                         (weight, w_hat, r.y_w, w_side, dx_w, whole)):
+        row, row_out = (Side(op), Out(hat, None, None, wide)) if hat is not None else (None, None)
+        if save and t is weight and not whole:
             round_pair(t.to(dtype), None, side, None, out, counter, layer)
+            out = None
+        round_pair(t, row, side if out else None, row_out, out, counter, layer, align=align, keep=keep)
+
+    if C:
+        eights = [Out(hat[:, K : K + C], None, None, wide) for hat in (x_hat, w_hat)]
+        for hat in (x_hat, w_hat):
+            hat[:, K + C :].zero_()
+        chosen_x, chosen_w = (t.index_select(1, channels) for t in (x, weight))
+        kept = Side(r.outlier if r.dw_x else None) if save else None
+        round_pair(chosen_x, Side(r.outlier if r.y_x else None), kept, eights[0], dw_x8, counter, layer,
+                   align=bool(r.dw_x and r.align))
+        # the rows of dx_w that are outlier channels, made again from the FP8 weight
+        again = save and whole
+        round_pair(chosen_w, Side(r.outlier if r.y_w else None), w_side if again else None, eights[1],
+                   dx_w if again else None, counter, layer, align=True, lines=channels if again else None)
     y = F.linear(x if x_hat is None else x_hat, weight.to(dtype) if w_hat is None else w_hat)
     return y, *(x.new_empty(0) if out is None else out.data for out in (dx_w, dw_x, dw_x8))
 
@@ -164,6 +176,16 @@ def emulate_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, c
 # native
 
 
+def emulate_problem(r) -> str:
+    """ Why there is no kernel for this recipe, or "". """
+    for number, op in enumerate((*r.operands, r.outlier), 1):
+        if problem := op and no_kernel(op):
+            return f"operand Q{number}: {problem}" if number < 7 else f"outlier channels: {problem}"
+    if r.outlier and r.align and r.dx_w and (problem := no_lines(r.dx_w)):
+        return f"operand Q4, with outlier channels: {problem}"
+    return ""
+
+
 def native_problem(r) -> str:
     """ Why the FP4 tensor cores cannot run this recipe, or "". """
     for number, op in enumerate(r.operands, 1):
@@ -173,45 +195,41 @@ def native_problem(r) -> str:
             return f"operand Q{number} has scales that the tensor cores do not read"
         if op.scale == "e8m0" and op.block != (1, 32):
             return f"operand Q{number} has other blocks than 1x32 under its power-of-two scales"
-    return ""
+    return emulate_problem(r)
 
 
 def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int, save: bool):
     """ As quant.linear_forward -> y, and one buffer each of codes and scales for dx_w, dw_x, dw_x8. """
     (T, K), N, C = x.shape, weight.shape[0], channels.numel()
     x, weight = x.contiguous(), weight.contiguous()
-    slots, fill = slots_of(channels, K) if C else None, None
-    x_side, w_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS), Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
+    keep = keep_of(channels, K) if C else None
+    x_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS)
+    w_side = Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
     eight = Side(r.outlier)
     dw_x8, dw_x8_out = room(x, C, T, eight if save and C else None)
-    x8 = w8 = None
+    dw_x, dw_x_out = room(x, K, T, x_side if save else None)
+    dx_w, dx_w_out = room(x, K, N, w_side if save else None)
+    x4, w4 = room(x, T, K, Side(r.y_x))[1], room(weight, N, K, Side(r.y_w))[1]
+    round_pair(x, Side(r.y_x), x_side if save else None, x4, dw_x_out, counter, layer, align=r.align,
+               keep=keep, packed=True)
+    if save and not r.align:
+        round_pair(weight.to(x.dtype), None, w_side, None, dx_w_out, counter, layer, packed=True)
+    aligned = save and r.align
+    back, back_out = (w_side, dx_w_out) if aligned else (None, None)
+    round_pair(weight, Side(r.y_w), back, w4, back_out, counter, layer, align=r.align, keep=keep, packed=True)
     if C:
         x8, w8 = (room(t, t.shape[0], C, eight)[1] for t in (x, weight))
         round_pair(x.index_select(1, channels), eight, eight if save else None, x8, dw_x8_out, counter, layer,
                    align=r.align, packed=True)
-        chosen = weight.index_select(1, channels)
-        round_pair(chosen, eight, None, w8, None, counter, layer, packed=True)
-        if save and r.align:
-            fill = torch.empty_like(chosen)
-            round_pair(chosen, eight, None, Out(fill, None, None, C), None, counter, layer)
-    x4, w4 = room(x, T, K, Side(r.y_x))[1], room(weight, N, K, Side(r.y_w))[1]
-    dw_x, dw_x_out = room(x, K, T, x_side if save else None)
-    dx_w, dx_w_out = room(x, K, N, w_side if save else None)
-    round_pair(x, Side(r.y_x), x_side if save else None, x4, dw_x_out, counter, layer, align=r.align, slots=slots,
-               packed=True)
-    if r.align or not save:
-        round_pair(weight, Side(r.y_w), w_side if save else None, w4, dx_w_out, counter, layer, align=r.align,
-                   slots=slots, fill=fill, packed=True)
-    else:
-        round_pair(weight, Side(r.y_w), None, w4, None, counter, layer, slots=slots, packed=True)
-        round_pair(weight.to(x.dtype), None, w_side, None, dx_w_out, counter, layer, packed=True)
+        round_pair(weight.index_select(1, channels), eight, back, w8, back_out, counter, layer, align=True,
+                   lines=channels if aligned else None, packed=True)
     outliers = (operand(x8, r.outlier), operand(w8, r.outlier)) if C else (None, None)
     y = nvfp4_gemm(operand(x4, r.y_x), operand(w4, r.y_w), *outliers, dtype=x.dtype)
     return y, dx_w, dw_x, dw_x8
 
 
-def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor, counter: Tensor,
-                    layer: int, need_dx: bool, need_dw: bool, K: int):
+def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor,
+                    counter: Tensor, layer: int, need_dx: bool, need_dw: bool, K: int):
     """ As quant.linear_backward -> dx, dw. K tells the shape of what the buffers hold. """
     (T, N), C = dy.shape, channels.numel()
     row = Side(r.dx_dy, turn(r.dx_dy, r.dx_w), 3, DX_SIGNS) if need_dx else None
@@ -228,5 +246,6 @@ def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, ch
         dw = nvfp4_gemm(operand(at, r.dw_dy), operand(x, r.dw_x), dtype=dy.dtype)
         if C:
             x8 = unpacked(dw_x8, C, T, extra)
-            dw.index_copy_(1, channels, mxfp8_gemm(operand(at8, r.outlier), operand(x8, r.outlier), dtype=dy.dtype))
+            dw8 = mxfp8_gemm(operand(at8, r.outlier), operand(x8, r.outlier), dtype=dy.dtype)
+            dw.index_copy_(1, channels, dw8)
     return dx, dw

@@ -66,8 +66,14 @@ def _scale_pairs(byte, E8M0: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """ Words (R, ...) of two bf16 each -> values (R, 128): the halves of each word stay side by side. """
-    x = tl.reshape(x, x.shape[0], STEP // 2)
+    """ Words (R, W, ...) of two bf16 each, from W words of codes -> values (R, 128), reordered. """
+    # The order of the summed axis is free, if both operands have the same. On Hopper a thread wants, of each
+    # 16 columns of A, two pairs that lie 8 apart, and its three neighbours those between. Word t of a group
+    # of four goes to neighbour t whole, so A is decoded where the tensor cores read it, in registers, and
+    # does not pass through shared memory. What is left of the order keeps threads that store B off each
+    # other's banks
+    x = tl.reshape(x, x.shape[0], x.shape[1] // 4, 4, STEP // 4 // x.shape[1], 2)
+    x = tl.reshape(tl.permute(x, (0, 3, 1, 4, 2)), x.shape[0], STEP // 2)
     low = x.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     high = (x >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return tl.reshape(tl.join(low, high), x.shape[0], STEP).to(TILE_TYPE)

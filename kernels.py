@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 128            # rows and columns of a tile
+TILE = 128                                 # rows and columns of a tile
 TENSOR = tl.constexpr(-1)                  # Operand.outer: one outer scale for the whole tensor
 # with TRITON_INTERPRET=1 kernels run on a CPU, in NumPy, which has neither PTX nor an exact fma
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -114,7 +114,8 @@ def _stack(a, b):
     """ Two times W tensors [R, C], the first rows of a tile and the next -> W tensors [2 R, C]. """
     out = ()
     for i in tl.static_range(len(a)):
-        out = out + (tl.reshape(tl.permute(tl.join(a[i], b[i]), [2, 0, 1]), [2 * a[i].shape[0], a[i].shape[1]]),)
+        both = tl.permute(tl.join(a[i], b[i]), [2, 0, 1])
+        out = out + (tl.reshape(both, [2 * a[i].shape[0], a[i].shape[1]]),)
     return out
 
 
@@ -147,8 +148,8 @@ def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.cons
     Offsets and columns [C, 128, P] of the two pieces of P values that a lane moves of one sector, 2 P values.
 
     A thread needs whole sectors, but 16 bytes are the most that it can move at once, and the memory wants
-    whole sectors of 32 at once. PAIRED: lanes 2 j and 2 j + 1 together move a sector of strip 2 j, then one of
-    strip 2 j + 1, and trade. The strip axis comes first: Triton hands out lanes from the first of the axes
+    whole sectors of 32 at once. PAIRED: lanes 2 j and 2 j + 1 together move a sector of strip 2 j, then one
+    of strip 2 j + 1, and trade. The strip axis comes first: Triton hands out lanes from the first of the axes
     that are not contiguous in memory.
     """
     strip, lane = tl.arange(0, C)[:, None, None], tl.arange(0, P)[None, None, :]
@@ -163,10 +164,11 @@ def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.cons
 
 
 @triton.jit
-def _load(ptr, row, first, M, K, stride, C: tl.constexpr, W: tl.constexpr):
+def _load(ptr, row, first, M, K, stride, keep_ptr, C: tl.constexpr, W: tl.constexpr):
     """
-    The strips of 128 rows from column `first` on, W tensors; zero outside of (M, K). A pointer to int32 is one
-    to pairs of bf16; then first, K and stride count pairs.
+    The strips of some rows from column `first` on, W tensors; zero outside of (M, K). A pointer to int32 is
+    one to pairs of bf16; then first, K and stride count pairs. keep_ptr, if there is one, has a mask of bits
+    for each column (pair of columns): what it leaves out counts as zero, whatever it is.
     """
     BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     P: tl.constexpr = 128 // BITS
@@ -177,8 +179,16 @@ def _load(ptr, row, first, M, K, stride, C: tl.constexpr, W: tl.constexpr):
     for sector in tl.static_range(N // (2 * P)):
         # both halves of a sector, one after the other: the second comes from the cache
         at_a, at_b, column_a, column_b = _place(row, first, stride, sector, C, N, P, False)
-        a = tl.permute(tl.load(ptr + at_a, rows & (column_a < K), 0), [1, 0, 2])
-        b = tl.permute(tl.load(ptr + at_b, rows & (column_b < K), 0), [1, 0, 2])
+        a = tl.load(ptr + at_a, rows & (column_a < K), 0)
+        b = tl.load(ptr + at_b, rows & (column_b < K), 0)
+        if keep_ptr is not None:
+            keep_a = tl.load(keep_ptr + column_a, column_a < K, 0)
+            keep_b = tl.load(keep_ptr + column_b, column_b < K, 0)
+            if PAIRS:
+                a, b = a & keep_a, b & keep_b
+            else:
+                a, b = tl.where(keep_a != 0, a, 0.0), tl.where(keep_b != 0, b, 0.0)
+        a, b = tl.permute(a, [1, 0, 2]), tl.permute(b, [1, 0, 2])
         strips = strips + _split(a, a.shape[0], C, P) + _split(b, b.shape[0], C, P)
     if PAIRS:
         values = ()
@@ -357,8 +367,8 @@ def _binade(y, smallest: tl.constexpr):
 @triton.jit
 def _nearest(y, EMIN: tl.constexpr, MBITS: tl.constexpr):
     """
-    y to the nearest value of a grid without a largest value. Adding 1.5 * 2^23 gaps and taking them off again
-    leaves a multiple of the gap, ties to even: that is what float32 addition does. The sign of a zero is lost.
+    y to the nearest value of a grid without a largest value. Adding 1.5 * 2^23 gaps and taking them off
+    again leaves a multiple of the gap, ties to even: float32 addition does that. The sign of a zero is lost.
     """
     binade = _binade(y, 2.0**EMIN)
     much: tl.constexpr = 1.5 * 2.0 ** (23 - MBITS)
@@ -435,7 +445,7 @@ def _amax(v, gain, B: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _outer(amax, tensor_amax, OP: tl.constexpr):
-    """ -> the magnitude that decides over NaN and zero, and the outer scale: [R, 1], or [1, 1] of a tensor. """
+    """ -> the magnitude that decides over NaN and zero, and the outer scale: [R, 1], [1, 1] of a tensor. """
     if OP.outer == TENSOR:
         fate = tl.full([1, 1], 0.0, tl.float32) + tensor_amax
     else:
@@ -460,7 +470,7 @@ def _inner(a, fate, outer, inv_outer, OP: tl.constexpr):
         inner = tl.where(fate < INF, inner, 0.0)
         scale = inner * outer
         return inner, scale, tl.where(scale >= SMALLEST_NORMAL, _reciprocal(scale), 0.0)
-    # E8M0: a power of two, so bits of the exponent. 2^-127, what a block of zeros stores, is the bits 0x400000
+    # E8M0: a power of two, so bits of the exponent. A block of zeros stores 2^-127, the bits 0x400000
     a = tl.where(a < TINY, 0.0, a)
     if OP.rule == "floor":
         inner = _binade(a, 0.0) * (0.25 if OP.grid == "e2m1" else 2.0**-8)
@@ -532,8 +542,8 @@ def _times(v, factors, n: tl.constexpr):
 def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.constexpr,
            SIGNED: tl.constexpr):
     """
-    Round strips: W tensors v [R, C], times factor -> W tensors of signed grid values, and by block the scales,
-    the inner scales, and the outer scale.
+    Round strips: W tensors v [R, C], times factor -> W tensors of signed grid values, and by block the
+    scales, the inner scales, and the outer scale.
 
     at     seed, step, micro-step and rank, layer: the address of the noise
     group  [R, C], number of the first group of eight values of each strip; see quant.uniform
@@ -613,30 +623,6 @@ def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, PAC
 
 
 @triton.jit
-def _mask(v, slot_ptr, left, K, C: tl.constexpr, W: tl.constexpr):
-    """ Strips with the outlier columns set to zero, whatever they hold: slot is -1 for all other columns. """
-    strip = left + (tl.arange(0, C) * W)[None, :]
-    kept = ()
-    for i in tl.static_range(W):
-        ordinary = tl.load(slot_ptr + strip + i, strip + i < K, -1) < 0
-        kept = kept + (tl.where(ordinary, v[i], 0.0),)
-    return kept
-
-
-@triton.jit
-def _fill(v, fill_ptr, fill_stride, slot_ptr, column, top, M, K, C: tl.constexpr, W: tl.constexpr):
-    """ Transposed strips whose outlier channels, now rows, take the values that they have in fill (M, slots). """
-    slot = tl.load(slot_ptr + column, column < K, -1)[:, None]
-    row = top + (tl.arange(0, C) * W)[None, :]
-    full = ()
-    for i in tl.static_range(W):
-        there = (slot >= 0) & (row + i < M)
-        value = tl.load(fill_ptr + (row + i) * fill_stride + slot, there, 0.0).to(tl.float32)
-        full = full + (tl.where(slot >= 0, value, v[i]),)
-    return full
-
-
-@triton.jit
 def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
           MEASURE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """
@@ -668,8 +654,8 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, slot_ptr, fill_ptr, fill_stride, amax_ptr,
-                 counter_ptr, layer,
+def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, lines, amax_ptr, counter_ptr,
+                 layer,
                  ROW: tl.constexpr, COL: tl.constexpr, EXTRA: tl.constexpr, ALIGN: tl.constexpr,
                  MEASURE: tl.constexpr, PACKED: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
     """ See round_pair. Program (i, j) has the tile from row 128 i and column 128 j on. """
@@ -685,9 +671,7 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, slot_ptr, fill_ptr, f
     halves = ()
     for i in tl.static_range(2):
         row = top + i * 64 + tl.arange(0, 64)
-        x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, C, W)
-        if slot_ptr is not None:
-            x = _mask(x, slot_ptr, left, K, C, W)
+        x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, keep_ptr, C, W)
         rounded = x
         if ROW is not None and (MEASURE != "col" or ALIGN):
             rounded = _side(_cast(x, tl.float32), row_out, at, row, left, M, K, amax_ptr, 0, ROW,
@@ -695,19 +679,19 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, slot_ptr, fill_ptr, f
         halves = halves + (rounded if ALIGN else x,)
 
     if COL is not None and MEASURE != "row":
-        # the transposed tile: its lines are the columns of x
-        column = left + tl.arange(0, 128)
+        # the transposed tile: its lines are the columns of x, or those that they were once
+        line = left + tl.arange(0, 128)
+        if line_ptr is not None:
+            line = tl.load(line_ptr + line, line < K, lines)
         v = _cast(_transpose(_stack(halves[0], halves[1]), C, W, W2), tl.float32)
-        if fill_ptr is not None:
-            v = _fill(v, fill_ptr, fill_stride, slot_ptr, column, top, M, K, C2, W2)
         if EXTRA is not None and MEASURE == "":
-            _side(v, extra_out, at, column, top, K, M, amax_ptr, 0, EXTRA, False, PACKED, C2, W2)
-        _side(v, col_out, at, column, top, K, M, amax_ptr, 1, COL, MEASURE == "col", PACKED, C2, W2)
+            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False, PACKED, C2, W2)
+        _side(v, col_out, at, line, top, lines, M, amax_ptr, 1, COL, MEASURE == "col", PACKED, C2, W2)
 
 
 def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | None, col_out: Out | None,
-               counter: Tensor, layer: int, align: bool = False, slots: Tensor | None = None,
-               fill: Tensor | None = None, extra: Side | None = None, extra_out: Out | None = None,
+               counter: Tensor, layer: int, align: bool = False, keep: Tensor | None = None,
+               lines: Tensor | None = None, extra: Side | None = None, extra_out: Out | None = None,
                packed: bool = False):
     """
     One pass over x: rounded along its rows, and transposed and rounded along its columns.
@@ -716,8 +700,8 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
           row, col  what to do in each orientation, None for not wanted
           counter   int64 (4,), quant.Counter.state, read on the device; layer, see quant.random_words
           align     the columns start from the rounded rows instead of from x
-          slots     int32 (K,), -1, or the place of an outlier column, which counts as zero here
-          fill      (M, slots), the outlier columns' values for the transposed side
+          keep      int16 (K,), -1, or 0 for a column that counts as zero, whatever it holds
+          lines     int64 (K,), where column k of x is a row of col_out and has the noise of that row; else k
           extra     one more rounding of the transposed side, from before its rotation
     out   row_out   (M, K) and col_out, extra_out (K, M), see Out; K and M rounded up to whole rotations
 
@@ -727,16 +711,24 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     if M == 0 or K == 0:
         return
     for side in (row, col, extra):
-        _check(side)
+        if problem := side and side.op and no_kernel(side.op):
+            raise ValueError(f"{problem}: use the reference back end")
+    if lines is not None and (problem := col.op and no_lines(col.op)):
+        raise ValueError(f"{problem}: use the reference back end")
     sides = [side for side in (row, col) if side and side.op and side.op.outer == TENSOR]
     amax = torch.zeros(2, dtype=torch.int32, device=x.device) if sides else None
-    row_to, col_to, extra_to = (out and out._replace(data=_pairs(out.data)) for out in (row_out, col_out, extra_out))
+    halves, keep_to = _pairs(x), keep
+    if keep is not None and halves is not x:
+        keep_to = keep.view(torch.int32)
+    row_to, col_to, extra_to = (out and out._replace(data=_pairs(out.data))
+                                for out in (row_out, col_out, extra_out))
+    rows = K if lines is None else col_out.data.shape[0]
 
     def launch(measure: str):
         _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
-            _pairs(x), M, K, row_to, col_to, extra_to, slots, fill, fill.stride(0) if fill is not None else 0,
-            amax, counter, layer, ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, PACKED=packed,
-            W=_width(row), W2=_width(col, extra), num_warps=8, maxnreg=128, enable_fp_fusion=False)
+            halves, M, K, row_to, col_to, extra_to, keep_to, lines, rows, amax, counter, layer,
+            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, PACKED=packed, W=_width(row),
+            W2=_width(col, extra), num_warps=8, maxnreg=128, enable_fp_fusion=False)
 
     # a scale for the whole tensor needs a look at all of it first
     for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):
@@ -761,12 +753,20 @@ def _pairs(x: Tensor) -> Tensor:
     return x.view(torch.int32) if x.dtype == torch.bfloat16 and whole else x
 
 
-def _check(side: Side | None):
-    op = side and side.op
-    if not op:
-        return
-    good = (op.grid in ("e2m1", "e4m3") and op.block in ((1, 16), (16, 16), (1, 32)) and op.rule != "quest"
-            and (op.outer in (128, -1) if op.scale == "e4m3" and op.grid == "e2m1" else op.outer == 0)
-            and (op.scale == "e8m0" or op.grid == "e2m1"))
-    if not good or side.turn > TILE:
-        raise ValueError(f"no kernel rounds like {op}, rotation {side.turn}: use the reference back end")
+def no_kernel(op) -> str:
+    """ Why no kernel rounds like this Operand, or "". """
+    if op.grid not in ("e2m1", "e4m3") or op.rule == "quest":
+        return f"no kernel for {op.grid if op.rule != 'quest' else 'rule quest'}"
+    if op.block not in ((1, 16), (16, 16), (1, 32)):
+        return f"no kernel for blocks of {op.block[0]}x{op.block[1]}"
+    if op.scale == "e4m3" and (op.grid != "e2m1" or op.outer not in (TILE, -1)):
+        return f"no kernel for E4M3 scales of {op.grid} values with outer scales over {op.outer}"
+    if op.hadamard > TILE:
+        return f"no kernel rotates {op.hadamard} values"
+    return ""
+
+
+def no_lines(op) -> str:
+    """ Why some rows cannot be rounded apart from the others, or "". """
+    shared = "the whole tensor" if op.outer == TENSOR else "squares" if op.block[0] > 1 else ""
+    return f"no kernel rounds a few rows that share a scale with others, over {shared}" if shared else ""

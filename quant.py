@@ -123,7 +123,7 @@ def decode(code: Tensor, grid: Grid) -> Tensor:
 DX_SIGNS, DW_SIGNS = 8, 9      # streams of the two sign vectors; streams 1..6 are the noise of Q1..Q6
 RESET_CHOICE, CHANNEL_CHOICE = 10, 11    # streams of the controls: random weights to reset, random channels
 
-_PHILOX_ROUNDS = 7             # the fewest that pass BigCrush (Salmon et al., table 2); 10 is the usual number
+_PHILOX_ROUNDS = 7             # the fewest that pass BigCrush (Salmon et al.); 10 is the usual number
 _PHILOX_MUL = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = 0xFFFFFFFF
@@ -741,9 +741,11 @@ def _(x, weight, channels, counter, layer, recipe, save, backend):
             import fused
             return x.new_empty(fused.packed_bytes(rows, cols, fused.Side(b, size)), dtype=torch.uint8)
         exact = backend == "reference" and (size or b or i == 2)
-        return x.new_empty(rows, cols + (-cols % size if size else 0), dtype=torch.float32 if exact else x.dtype)
+        return x.new_empty(rows, cols + (-cols % size if size else 0),
+                           dtype=torch.float32 if exact else x.dtype)
 
-    return x.new_empty(T, N), *(operand(i, *shape) for i, shape in enumerate(shapes)), torch.empty_like(counter)
+    saved = [operand(i, *shape) for i, shape in enumerate(shapes)]
+    return x.new_empty(T, N), *saved, torch.empty_like(counter)
 
 
 @torch.library.custom_op("nvfp4::linear_backward", mutates_args=())
@@ -839,8 +841,8 @@ class QuantLinear(nn.Linear):
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, recipe: Recipe = Recipe(),
-                 layer: int = 0, counter: Counter | None = None, outliers: int = 0, backend: str = "reference",
-                 device=None, dtype=None):
+                 layer: int = 0, counter: Counter | None = None, outliers: int = 0,
+                 backend: str = "reference", device=None, dtype=None):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         if outliers and recipe.outlier is None:
             raise ValueError("this recipe has no format for outlier channels: "

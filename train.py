@@ -30,7 +30,7 @@ import torch
 
 from config import EMA_WARMUP, FREE, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
-from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, checkpoints, commit, first_line,
+from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, checkpoints, commit, first_line,
                   newest_checkpoint, pick_device, sample, val_losses)
 from osci import OsciReset
 from outliers import OutControl
@@ -43,6 +43,14 @@ OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "res
 COLUMNS = ("step", "tokens", "seconds", "lr", "train_loss", "z_loss", "grad_norm", "val_loss_fp4",
            "val_loss_bf16", "tokens_per_s", *(f"osci_{name}" for name in OSCI), "outlier_overlap",
            "outlier_overlap_min")
+
+
+SPEED = {
+    "reference": "backend reference: FP4 is emulated, the numbers are those of the format "
+                 "and the speed is not",
+    "emulate": "backend emulate: fused kernels round to FP4, bf16 tensor cores multiply",
+    "native": "backend native: fused kernels round to FP4, FP4 tensor cores multiply",
+}
 
 
 class TrainingError(RuntimeError):
@@ -300,8 +308,12 @@ class Trainer:
         # the fused update is one kernel on a GPU and one pass on a CPU
         self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
                                            betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
-        self.recipe = recipe = next(iter(self.layers.values())).recipe
+        first = next(iter(self.layers.values()))
+        self.recipe, self.backend = first.recipe, first.backend
+        recipe = self.recipe
         self.rounds = any(recipe.operands)
+        if self.backend == "native" and self.rounds:
+            check_native(recipe, self.device)
         self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start),
                                    cfg.in_steps(cfg.outlier_window), cfg.outlier_choice,
                                    cfg.in_steps(cfg.outlier_log) if cfg.outlier_log else 0)
@@ -511,7 +523,7 @@ def summary(run: Run, trainer: Trainer, row: dict):
         "val_loss_fp4": f"{row['val_loss_fp4']:.4f}", "val_loss_bf16": f"{row['val_loss_bf16']:.4f}",
         "tokens": trained, "seconds": f"{trainer.seconds:.1f}",
         "tokens_per_s": f"{trained / trainer.seconds:.0f}", "peak_gb": f"{peak:.2f}",
-        "backend": "reference", "commit": commit(),
+        "backend": trainer.backend, "commit": commit(),
     }
     for key, value in values.items():
         run.say(f"{key}: {value}")
@@ -535,8 +547,7 @@ def introduce(run: Run, trainer: Trainer, entropy: float):
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     run.say(f"torch {torch.__version__}, {name}, commit {commit()}, run {run.folder}, recipe {cfg.recipe}")
     if trainer.rounds:
-        run.say("backend reference: FP4 is emulated, the numbers are those of the format "
-                "and the speed is not")
+        run.say(SPEED[trainer.backend])
     elif cfg.osci != "off" or cfg.outlier_frac:
         run.say(f"recipe {cfg.recipe} rounds nothing here, so osci and outlier_frac have no effect")
     if trainer.rounds and cfg.outlier_frac and not trainer.outliers.layers:

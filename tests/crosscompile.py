@@ -46,14 +46,14 @@ class Compiled:
     registers  of a thread
     spills     bytes of stack of a thread, which is where values go that find no register
     shared     bytes of shared memory of a program
-    ttgir      the code once layouts are chosen: convert_layout is what moves values between threads
     mma        the matrix instructions in the PTX
+    ttgir      what Triton hands to LLVM: values have got their places; convert_layout moves them
     """
     ptx: str
+    ttgir: str
     registers: int
     spills: int
     shared: int
-    ttgir: str
 
     @property
     def mma(self) -> set[str]:
@@ -122,8 +122,8 @@ def compile_here(job: Job) -> Compiled:
         report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)],
                                 capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return Compiled(compiled.asm["ptx"], int(registers), int(stack), compiled.metadata.shared,
-                    compiled.asm["ttgir"])
+    return Compiled(compiled.asm["ptx"], compiled.asm["ttgir"], int(registers), int(stack),
+                    compiled.metadata.shared)
 
 
 if __name__ == "__main__":

@@ -299,3 +299,16 @@ def test_decoded_instructions(name, compiled):
     family = "wgmma" if JOBS[name].arch == 90 else "mma.sync"
     assert result.mma and all(i.startswith(family) and "f32.bf16.bf16" in i for i in result.mma)
     assert "fma.rn.bf16x2" in result.ptx
+
+
+@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.arch == 90])
+def test_decoded_in_place_on_hopper(name, compiled):
+    """
+    Catches: an order of the summed axis in which no thread has what its tensor core wants of A, so that all
+    of A goes through shared memory once more. Nothing else would tell: the product is right in any order.
+    """
+    ttgir = compiled[name].ttgir
+    dots = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line]
+    stored = [line for line in ttgir.splitlines() if "ttg.local_alloc %" in line and "bf16" in line]
+    assert dots and all("bf16, #ttg.dot_op" in line for line in dots)
+    assert len(stored) == len(dots), "one operand of each product, B, is decoded into shared memory"

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="needs Triton, which the CPU build of PyTor
 import fused                                                    # noqa: E402
 import kernels                                                  # noqa: E402
 from crosscompile import Job, compile_many                      # noqa: E402
-from fused import packed_bytes, room, slots_of, unpacked, up, values        # noqa: E402
+from fused import keep_of, packed_bytes, room, unpacked, up, values         # noqa: E402
 from kernels import Out, Side, round_pair                       # noqa: E402
 
 # Triton's interpreter divides by the scales of empty blocks, too, before it leaves the quotients out
@@ -118,13 +118,10 @@ def value_of(x: Tensor, side: Side) -> Tensor:
     return fake_quantize(x, side.op, noise_of(x, side)) if side.op else x
 
 
-def transposed(x: Tensor, row: Side | None, align: bool, channels=None, fill=None) -> tuple[Tensor, Tensor]:
+def starts(x: Tensor, row: Side | None, align: bool, channels: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """ What each side starts from, (M, K) and (K, M), float32. """
     x = x.float() if channels is None else x.float().index_fill(1, channels, 0.0)
-    t = (value_of(x, row) if align and row else x).t().contiguous()
-    if fill is not None:
-        t[channels] = fill.t().float()
-    return x, t
+    return x, (value_of(x, row) if align and row else x).t().contiguous()
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -153,16 +150,15 @@ class Guarded:
 
 
 def check_pair(x: Tensor, row: Side | None, col: Side | None, align: bool, dtype: torch.dtype | None = None,
-               channels: Tensor | None = None, fill: Tensor | None = None, extra: Side | None = None):
+               channels: Tensor | None = None, extra: Side | None = None):
     """ round_pair with these arguments writes what the reference computes, and nothing else. """
     M, K = x.shape
     a, at, at8 = (Guarded(*shape, side, dtype or x.dtype) for shape, side in
                   (((M, K), row), ((K, M), col), ((K, M), extra)))
-    slots = None if channels is None else slots_of(channels, K).to(DEVICE)
-    fill_there = None if fill is None else fill.to(DEVICE)
-    round_pair(x.to(DEVICE), row, col, a.out, at.out, COUNTER.state.to(DEVICE), LAYER, align=align,
-               slots=slots, fill=fill_there, extra=extra, extra_out=at8.out)
-    start, t = transposed(x, row, align, channels, fill)
+    keep = None if channels is None else keep_of(channels, K).to(DEVICE)
+    round_pair(x.to(DEVICE), row, col, a.out, at.out, COUNTER.state.to(DEVICE), LAYER, align=align, keep=keep,
+               extra=extra, extra_out=at8.out)
+    start, t = starts(x, row, align, channels)
     for guarded, side, v in ((a, row, start), (at, col, t), (at8, extra, t)):
         if side:
             guarded.check(value_of(v, side), bits=side.op is None and not side.turn)
@@ -217,30 +213,74 @@ def test_one_side_only(dtype):
     check_pair(x, None, col_side(STOCHASTIC, 16), False)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("filled", [True, False])
-def test_outlier_columns(aligned, filled):
+@pytest.mark.parametrize("K, dtype", [(40, torch.float32), (40, torch.bfloat16), (37, torch.bfloat16)])
+def test_outlier_columns(K, dtype):
     """
-    Catches: an outlier column that counts in its block's scale, or keeps its values in the rotated side; one
-    that holds NaN and is multiplied by zero; values from the wrong place of fill, or beyond its last row.
+    Catches: an outlier column that counts in its block's scale or keeps its values; one that holds NaN and is
+    multiplied by zero; the wrong half of a pair of bf16 that is masked.
     """
-    x = matrix(130, 40)
-    channels = torch.tensor([0, 5, 17, 31, 39])
+    x = matrix(130, K, dtype=dtype)
+    channels = torch.tensor([0, 5, 17, 30, K - 1])
     x[:, channels] = 1e9
-    x[3, 5], x[4, 39] = torch.nan, torch.inf
-    # fill is part of a wider matrix
-    fill = randn(130, 24)[:, 3:11] if filled else None
-    if filled:
-        fill[7, 1] = torch.nan
-        fill = fill[:, : len(channels)]
-    check_pair(x, row_side(NEAREST), col_side(STOCHASTIC, 16), aligned, channels=channels, fill=fill)
+    x[3, 5], x[4, K - 1] = torch.nan, torch.inf
+    for align in (True, False):
+        check_pair(x, row_side(NEAREST), col_side(STOCHASTIC, 16), align, channels=channels)
 
 
-def test_fill_of_bf16():
-    """ Catches: fill read as pairs. """
-    x, channels = matrix(24, 40), torch.tensor([0, 5, 39])
-    check_pair(x, row_side(NEAREST), col_side(STOCHASTIC, 16), True, torch.bfloat16, channels,
-               randn(24, 3, dtype=torch.bfloat16))
+# -----------------------------------------------------------------------------
+# lines: what was cut out of a matrix goes back to its rows of the transposed side
+
+CUT = torch.tensor([0, 5, 17, 130, 139])
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_lines_of_values(align):
+    """ Catches: noise of the place in the cut, a row written to the place in the cut, or one too many. """
+    x = matrix(40, 140)
+    row, col = row_side(MXFP8), col_side(STOCHASTIC, 16)
+    a, at = Guarded(40, len(CUT), row, x.dtype), Guarded(140, 40, col, x.dtype)
+    round_pair(x[:, CUT].contiguous().to(DEVICE), row, col, a.out, at.out, COUNTER.state.to(DEVICE), LAYER,
+               align=align, lines=CUT.to(DEVICE))
+    start = value_of(x[:, CUT], row)
+    a.check(start)
+    # the reference rounds a whole matrix, which has the same rows there
+    whole = x.clone()
+    whole[:, CUT] = start if align else x[:, CUT]
+    expected = torch.full((140, 48), POISON)
+    expected[CUT] = value_of(whole.t().contiguous(), col)[CUT]
+    at.check(expected)
+
+
+def test_lines_of_codes():
+    """ Catches: scales of such rows that are stored elsewhere than their codes, rows that change others. """
+    x = matrix(40, 140)
+    row, col = row_side(MXFP8), col_side(STOCHASTIC, 16)
+    state = COUNTER.state.to(DEVICE)
+    (buffer, out), (_, cut_out) = room(x.to(DEVICE), 140, 40, col), room(x.to(DEVICE), 40, len(CUT), row)
+    round_pair(x.to(DEVICE), None, col, None, out, state, LAYER, keep=keep_of(CUT, 140).to(DEVICE),
+               packed=True)
+    round_pair(x[:, CUT].contiguous().to(DEVICE), row, col, cut_out, out, state, LAYER, align=True,
+               lines=CUT.to(DEVICE), packed=True)
+    whole = x.clone()
+    whole[:, CUT] = value_of(x[:, CUT], row)
+    check_codes(buffer, 140, 40, whole.t().contiguous(), col)
+
+
+def test_lines_need_rows_of_their_own():
+    """
+    Catches: rows that share a scale with rows that are not there, those of a square or of a whole tensor: it
+    would be that of the few alone.
+    """
+    x, out = torch.zeros(32, 16, device=DEVICE), torch.zeros(64, 32, device=DEVICE)
+    for op in (SQUARE, SCALED):
+        with pytest.raises(ValueError, match="reference back end") as error:
+            round_pair(x, None, col_side(op), None, Out(out, None, None, 32), COUNTER.state.to(DEVICE), LAYER,
+                       lines=torch.arange(16, device=DEVICE))
+        assert "\n" not in str(error.value)
+        recipe = replace(FULL, dx_w=replace(op, rounding="sr", hadamard=16))
+        assert all("Q4" in problem(recipe) for problem in (fused.emulate_problem, fused.native_problem))
+        assert fused.emulate_problem(replace(recipe, align=False)) == ""
+        assert fused.emulate_problem(replace(recipe, outlier=None)) == ""
 
 
 def test_nothing_to_do():
@@ -294,22 +334,22 @@ def test_codes_and_scales_are_those_of_the_reference(pair, case):
     outs = [side and unpacked(whole[32:-32], *shape, side) for whole, (side, shape) in zip(guarded, sides)]
     round_pair(x.to(DEVICE), row, col, outs[0], outs[1], COUNTER.state.to(DEVICE), LAYER, align=align,
                extra=extra, extra_out=outs[2], packed=True)
-    start, t = transposed(x, row, align)
+    start, t = starts(x, row, align)
     for whole, (side, shape), v in zip(guarded, sides, (start, t, t)):
         if side:
             check_codes(whole[32:-32], *shape, v, side)
             assert (whole[:32] == 0xAB).all() and (whole[-32:] == 0xAB).all(), "written outside of the output"
 
 
-def test_codes_of_outlier_columns_and_fill():
-    """ Catches: masks and fill that only the values see. """
-    x, channels, fill = matrix(40, 40), torch.tensor([0, 5, 39]), randn(40, 3)
+def test_codes_of_outlier_columns():
+    """ Catches: a mask that only the values see. """
+    x, channels = matrix(40, 40), torch.tensor([0, 5, 39])
     x[3, 5] = torch.nan
     row, col, _ = PAIRS["X"]
     buffers = [room(x.to(DEVICE), 40, 40, side) for side in (row, col)]
     round_pair(x.to(DEVICE), row, col, buffers[0][1], buffers[1][1], COUNTER.state.to(DEVICE), LAYER,
-               align=True, slots=slots_of(channels.to(DEVICE), 40), fill=fill.to(DEVICE), packed=True)
-    for (buffer, _), side, v in zip(buffers, (row, col), transposed(x, row, True, channels, fill)):
+               align=True, keep=keep_of(channels, 40).to(DEVICE), packed=True)
+    for (buffer, _), side, v in zip(buffers, (row, col), starts(x, row, True, channels)):
         check_codes(buffer, 40, 40, v, side)
 
 
@@ -566,7 +606,7 @@ def test_recipes_of_each_back_end():
     """ Catches: a core recipe that is refused, and one that the tensor cores would read as another. """
     for recipe in (BASE, FULL, RELEASED, *(case[0] for case in RECIPE_CASES.values())):
         assert fused.emulate_problem(recipe) == "" and fused.native_problem(recipe) == ""
-    for recipe, words in [(BASE.only([1, 2, 3, 4, 6]), "Q5"), (replace(BASE, dx_w=MXFP8), "Q4"),
+    for recipe, words in [(BASE.only([1, 2, 3, 4, 6]), "Q5"), (replace(BASE, y_w=MXFP8), "Q2"),
                           (replace(BASE, y_x=Operand(outer=256)), "Q1"),
                           (replace(BASE, y_w=replace(MXFP4, block=(1, 16))), "Q2")]:
         assert words in fused.native_problem(recipe) and "\n" not in fused.native_problem(recipe)
@@ -588,8 +628,7 @@ def launch(name: str, packed: bool):
     a, at, at8 = (room(kept, n, n, side)[1] if packed else values(kept, n, n, side)
                   for side in (row, col, extra))
     round_pair(x, row, col, a, at, COUNTER.state, LAYER, align=name != "dY", packed=packed, extra=extra,
-               extra_out=at8, slots=None if name == "dY" else torch.zeros(n, dtype=torch.int32),
-               fill=kept[:, :24] if name == "W" else None)
+               extra_out=at8, keep=None if name == "dY" else torch.zeros(n, dtype=torch.int16))
 
 
 launch_x, launch_x_packed = partial(launch, "X", False), partial(launch, "X", True)
