@@ -181,6 +181,8 @@ def emulate_problem(r) -> str:
     for number, op in enumerate((*r.operands, r.outlier), 1):
         if problem := op and no_kernel(op):
             return f"operand Q{number}: {problem}" if number < 7 else f"outlier channels: {problem}"
+    if r.outlier and (problem := no_lines(r.outlier)):
+        return f"outlier channels: {problem}"
     if r.outlier and r.align and r.dx_w and (problem := no_lines(r.dx_w)):
         return f"operand Q4, with outlier channels: {problem}"
     return ""
@@ -195,6 +197,11 @@ def native_problem(r) -> str:
             return f"operand Q{number} has scales that the tensor cores do not read"
         if op.scale == "e8m0" and op.block != (1, 32):
             return f"operand Q{number} has other blocks than 1x32 under its power-of-two scales"
+    for gemm, a, b in (("Y", r.y_x, r.y_w), ("dX", r.dx_dy, r.dx_w), ("dW", r.dw_dy, r.dw_x)):
+        if a.scale != b.scale:
+            return f"the operands of {gemm} have scales of two formats"
+    if r.outlier and (r.outlier.grid, r.outlier.scale, r.outlier.block) != ("e4m3", "e8m0", (1, 32)):
+        return "outlier channels are not MXFP8"
     return emulate_problem(r)
 
 

@@ -277,6 +277,9 @@ def test_lines_need_rows_of_their_own():
             round_pair(x, None, col_side(op), None, Out(out, None, None, 32), COUNTER.state.to(DEVICE), LAYER,
                        lines=torch.arange(16, device=DEVICE))
         assert "\n" not in str(error.value)
+        with pytest.raises(ValueError, match="reference back end"):
+            round_pair(x, None, col_side(None), None, Out(out, None, None, 32), COUNTER.state.to(DEVICE), LAYER,
+                       extra=col_side(op), extra_out=Out(out, None, None, 32))
         recipe = replace(FULL, dx_w=replace(op, rounding="sr", hadamard=16))
         assert all("Q4" in problem(recipe) for problem in (fused.emulate_problem, fused.native_problem))
         assert fused.emulate_problem(replace(recipe, align=False)) == ""
@@ -607,12 +610,14 @@ def test_recipes_of_each_back_end():
     for recipe in (BASE, FULL, RELEASED, *(case[0] for case in RECIPE_CASES.values())):
         assert fused.emulate_problem(recipe) == "" and fused.native_problem(recipe) == ""
     for recipe, words in [(BASE.only([1, 2, 3, 4, 6]), "Q5"), (replace(BASE, y_w=MXFP8), "Q2"),
-                          (replace(BASE, y_x=Operand(outer=256)), "Q1"),
+                          (replace(BASE, y_x=Operand(outer=256)), "Q1"), (replace(BASE, y_x=MXFP4), "of Y"),
+                          (replace(FULL, outlier=NEAREST), "not MXFP8"),
                           (replace(BASE, y_w=replace(MXFP4, block=(1, 16))), "Q2")]:
         assert words in fused.native_problem(recipe) and "\n" not in fused.native_problem(recipe)
     assert fused.emulate_problem(FULL.only([3])) == ""
     bad = replace(FULL, outlier=Operand(grid="e5m2", scale="e8m0", block=(1, 32), outer=0))
     assert "outlier" in fused.emulate_problem(bad)
+    assert "outlier" in fused.emulate_problem(replace(FULL, outlier=SCALED))
 
 
 # -----------------------------------------------------------------------------
