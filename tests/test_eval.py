@@ -168,12 +168,12 @@ def pick(monkeypatch):
 
 
 @pytest.mark.parametrize("capability, expected", [
-    (None, "reference"), (TURING, "reference"), ((8, 0), "emulate"), (HOPPER, "emulate"), (BLACKWELL, "native"),
-    ((10, 3), "native"), ((12, 0), "native"), ((12, 1), "emulate")])
+    (None, "reference"), (TURING, "reference"), ((8, 0), "emulate"), (HOPPER, "emulate"),
+    (BLACKWELL, "native"), ((10, 3), "native"), ((12, 0), "native"), ((12, 1), "emulate")])
 def test_the_fastest_back_end(pick, capability, expected):
     """
-    Catches: FP4 tensor cores expected where gemms.py decodes, and a default that stops on a CPU. What is named
-    outright is taken, or nothing is.
+    Catches: FP4 tensor cores expected where gemms.py decodes, and a default that stops on a CPU. What is
+    named outright is taken, or nothing is.
     """
     assert pick("auto", capability) == expected
     assert pick("reference", capability) == "reference"
