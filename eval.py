@@ -56,7 +56,6 @@ def pick_device(cfg: Config) -> torch.device:
 def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     """ The back end that cfg.backend asks for, or this device's fastest; ConfigError if it cannot run. """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 12)
     why_not = {"reference": "", "emulate": "", "native": ""}
     if find_spec("triton") is None:
         why_not["emulate"] = "Triton is not installed: type pip install triton"
@@ -67,10 +66,12 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
         why_not["emulate"] = f"its kernels need compute capability 8.0, and {name} has less"
     else:
         from fused import emulate_problem, native_problem
+        from gemms import NATIVE_ARCHS
         why_not["emulate"] = emulate_problem(recipe)
         why_not["native"] = native_problem(recipe)
-        if not blackwell and not interpreted:
-            why_not["native"] = "FP4 tensor cores come with Blackwell, compute capability 10.0, 10.3 or 12.x"
+        if not interpreted and torch.cuda.get_device_capability(device) not in NATIVE_ARCHS:
+            archs = ", ".join(f"{major}.{minor}" for major, minor in NATIVE_ARCHS)
+            why_not["native"] = f"FP4 tensor cores come with Blackwell, compute capability {archs}"
     why_not["native"] = why_not["native"] or why_not["emulate"]
     if not any(recipe.operands):
         return "reference" if cfg.backend == "auto" else cfg.backend
@@ -243,7 +244,8 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
                               "such as out/NAME")
     path, state = found
     try:
-        here = {"device": device} | ({} if data is None else {"data": data})
+        # the back end is this machine's choice; that of the training run may need a GPU that is not here
+        here = {"device": device, "backend": "auto"} | ({} if data is None else {"data": data})
         cfg = Config.from_dict(state["config"] | here)
         recipe, vocab = Recipe.from_spec(state["recipe"]), state["vocab_size"]
         # first without memory: a file may claim any size

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemms import mxfp8_gemm, nvfp4_gemm
-from kernels import Out, Side, no_kernel, round_pair
+from kernels import Out, Side, no_kernel, no_lines, round_pair
 
 DX_SIGNS, DW_SIGNS = 8, 9      # streams, as in quant.py
 
@@ -52,10 +52,10 @@ def _parts(rows: int, columns: int, side: Side) -> list[tuple[int, tuple[int, in
     """ Bytes, a multiple of 16, and shape of codes, inner and outer scales; rows are padded to 16 values. """
     op, columns = side.op, up(up(columns, side.turn), 16)
     (height, width), nibbles = op.block, op.grid == "e2m1"
-    outer = columns if op.outer <= 0 else op.outer
-    shapes = [(rows, columns // 2 if nibbles else columns),
-              (up(rows, height) // height, up(columns, width) // width),
-              (up(rows, height) // height, up(columns, outer) // outer)]
+    blocks = up(rows, height) // height
+    # one outer scale in all, or none
+    outer = (blocks, up(columns, op.outer) // op.outer) if op.outer > 0 else (-op.outer, 1)
+    shapes = [(rows, columns // 2 if nibbles else columns), (blocks, up(columns, width) // width), outer]
     sizes = [shapes[0][0] * shapes[0][1], shapes[1][0] * shapes[1][1], 4 * shapes[2][0] * shapes[2][1]]
     return [(up(size, 16), shape) for size, shape in zip(sizes, shapes)]
 
@@ -181,6 +181,10 @@ def emulate_problem(r) -> str:
     for number, op in enumerate((*r.operands, r.outlier), 1):
         if problem := op and no_kernel(op):
             return f"operand Q{number}: {problem}" if number < 7 else f"outlier channels: {problem}"
+    if r.outlier and (problem := no_lines(r.outlier)):
+        return f"outlier channels: {problem}"
+    if r.outlier and r.align and r.dx_w and (problem := no_lines(r.dx_w)):
+        return f"operand Q4, with outlier channels: {problem}"
     return ""
 
 
@@ -193,7 +197,12 @@ def native_problem(r) -> str:
             return f"operand Q{number} has scales that the tensor cores do not read"
         if op.scale == "e8m0" and op.block != (1, 32):
             return f"operand Q{number} has other blocks than 1x32 under its power-of-two scales"
-    return ""
+    for gemm, a, b in (("Y", r.y_x, r.y_w), ("dX", r.dx_dy, r.dx_w), ("dW", r.dw_dy, r.dw_x)):
+        if a.scale != b.scale:
+            return f"the operands of {gemm} have scales of two formats"
+    if r.outlier and (r.outlier.grid, r.outlier.scale, r.outlier.block) != ("e4m3", "e8m0", (1, 32)):
+        return "outlier channels are not MXFP8"
+    return emulate_problem(r)
 
 
 def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int, save: bool):

@@ -713,6 +713,9 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     for side in (row, col, extra):
         if problem := side and side.op and no_kernel(side.op):
             raise ValueError(f"{problem}: use the reference back end")
+    apart = [extra] if lines is None else [extra, col]
+    if problem := next((no_lines(side.op) for side in apart if side and side.op and no_lines(side.op)), ""):
+        raise ValueError(f"{problem}: use the reference back end")
     sides = [side for side in (row, col) if side and side.op and side.op.outer == TENSOR]
     amax = torch.zeros(2, dtype=torch.int32, device=x.device) if sides else None
     halves, keep_to = _pairs(x), keep
@@ -762,6 +765,12 @@ def no_kernel(op) -> str:
     if op.hadamard > TILE:
         return f"no kernel rotates {op.hadamard} values"
     return ""
+
+
+def no_lines(op) -> str:
+    """ Why outlier channels, some rows of many, cannot be rounded apart from the others, or "". """
+    shared = "the whole tensor" if op.outer == TENSOR else "squares" if op.block[0] > 1 else ""
+    return f"no kernel for outlier channels under a scale of {shared}" if shared else ""
 
 
 # -----------------------------------------------------------------------------

@@ -3,7 +3,8 @@ Compiles Triton kernels for GPUs that are not here, and tells what came out: the
 
 The tests run kernels in Triton's interpreter where there is no GPU, and a process that interprets cannot
 compile. So the work is done by this file run as a program: compile_many() starts it once for a list of jobs,
-which travel as JSON, and compile_for() is a list of one.
+which travel as JSON, and compile_for() is a list of one. A job says what the kernel is called with, or names
+a function that calls it: arguments like NamedTuples are no JSON, and options then are those of the launch.
 """
 import importlib
 import json
@@ -26,6 +27,8 @@ class Job:
     constexprs  argument -> value; also None for an absent pointer, 1 for an int that Triton specialises
     arch        90 for sm_90a, 100, 103, 120, 80 ...
     options     num_warps, num_stages
+    launch      "module:function" that launches the kernel once or more, with tensors of the CPU; the last
+                launch is caught and compiled. It stands for signature, constexprs and options
     aligned     pointers and ints are multiples of 16, which Triton finds out by itself when it launches
     """
     kernel: str
@@ -33,6 +36,7 @@ class Job:
     constexprs: dict
     arch: int
     options: dict = field(default_factory=dict)
+    launch: str = ""
     aligned: bool = True
 
 
@@ -43,7 +47,7 @@ class Compiled:
     spills     bytes of stack of a thread, which is where values go that find no register
     shared     bytes of shared memory of a program
     mma        the matrix instructions in the PTX
-    ttgir      what Triton hands to LLVM: here operands have got their places
+    ttgir      what Triton hands to LLVM: values have got their places; convert_layout moves them
     """
     ptx: str
     ttgir: str
@@ -69,22 +73,48 @@ def compile_many(jobs: list[Job]) -> list[Compiled]:
     return [Compiled(**result) for result in json.loads(done.stdout)]
 
 
+def named(name: str):
+    """ "module:attribute" -> it. """
+    module, attribute = name.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def written(kernel, job: Job) -> tuple[dict, dict, dict, dict]:
+    """ Signature, constexprs, attributes and options as the job writes them out. """
+    index = {argument: i for i, argument in enumerate(kernel.arg_names)}
+    missing = index.keys() - job.signature.keys() - job.constexprs.keys()
+    assert not missing, f"{job.kernel}: neither a type nor a value for {sorted(missing)}"
+    signature = {a: "constexpr" if a in job.constexprs else job.signature[a] for a in kernel.arg_names}
+    attrs = {(index[a],): [["tt.divisibility", 16]] for a, kind in signature.items()
+             if job.aligned and (kind.startswith("*") or kind.startswith("i"))}
+    return signature, {(index[a],): value for a, value in job.constexprs.items()}, attrs, job.options
+
+
+def caught(kernel, launch, target) -> tuple[dict, dict, dict, dict]:
+    """ The same, as Triton itself makes them of the arguments of the last launch. """
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+    calls = []
+    kernel.run = lambda *args, grid, warmup, **kwargs: calls.append((args, kwargs))
+    launch()
+    args, kwargs = calls[-1]
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return signature, constexprs, attrs, options.__dict__
+
+
 def compile_here(job: Job) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, name = job.kernel.split(":")
-    kernel = getattr(importlib.import_module(module), name)
-    index = {argument: i for i, argument in enumerate(kernel.arg_names)}
-    missing = index.keys() - job.signature.keys() - job.constexprs.keys()
-    assert not missing, f"{name}: neither a type nor a value for {sorted(missing)}"
-    signature = {a: "constexpr" if a in job.constexprs else job.signature[a] for a in kernel.arg_names}
-    attrs = {(index[a],): [["tt.divisibility", 16]] for a, kind in signature.items()
-             if job.aligned and (kind.startswith("*") or kind.startswith("i"))}
-    source = ASTSource(fn=kernel, signature=signature, attrs=attrs,
-                       constexprs={(index[a],): value for a, value in job.constexprs.items()})
-    compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=job.options)
+    kernel, target = named(job.kernel), GPUTarget("cuda", job.arch, 32)
+    signature, constexprs, attrs, options = (caught(kernel, named(job.launch), target) if job.launch else
+                                             written(kernel, job))
+    source = ASTSource(fn=kernel, signature=signature, attrs=attrs, constexprs=constexprs)
+    compiled = triton.compile(source, target=target, options=options)
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

@@ -7,6 +7,9 @@ import torch
 import data
 import eval as evaluation
 import train
+from config import Config, ConfigError
+from quant import Operand, Recipe
+from recipes import RECIPES
 from test_train import WINDOWS, last_state, shards, tiny  # noqa: F401 (a fixture)
 
 
@@ -142,3 +145,82 @@ def test_no_vocabulary_offline_is_one_line(run, capsys, monkeypatch):
     with pytest.raises(SystemExit) as error:
         go(capsys, run, "--prompt=a")
     assert error.value.code == 2 and "TIKTOKEN_CACHE_DIR" in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# which back end computes
+
+BLACKWELL, HOPPER, TURING = (10, 0), (9, 0), (7, 5)
+
+
+@pytest.fixture
+def pick(monkeypatch):
+    """ pick(backend, capability of the GPU or None, recipe) -> what pick_backend says, kernels compiled. """
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build of PyTorch does not bring along")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+
+    def run(backend: str, capability: tuple[int, int] | None, recipe=RECIPES["tetrajet_full"]) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        device = torch.device("cuda" if capability else "cpu")
+        return evaluation.pick_backend(Config(backend=backend), device, recipe)
+    return run
+
+
+@pytest.mark.parametrize("capability, expected", [
+    (None, "reference"), (TURING, "reference"), ((8, 0), "emulate"), (HOPPER, "emulate"),
+    (BLACKWELL, "native"), ((10, 3), "native"), ((12, 0), "native"), ((12, 1), "emulate")])
+def test_the_fastest_back_end(pick, capability, expected):
+    """
+    Catches: FP4 tensor cores expected where gemms.py decodes, and a default that stops on a CPU. What is
+    named outright is taken, or nothing is.
+    """
+    assert pick("auto", capability) == expected
+    assert pick("reference", capability) == "reference"
+    order = ["reference", "emulate", "native"]
+    for backend in order[: order.index(expected) + 1]:
+        assert pick(backend, capability) == backend
+    for backend in order[order.index(expected) + 1 :]:
+        with pytest.raises(ConfigError, match="type --backend=auto") as error:
+            pick(backend, capability)
+        assert repr(backend) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_back_end_for_other_recipes(pick):
+    """ Catches: a recipe that no kernel knows, found out in the middle of the first step. """
+    some = RECIPES["tetrajet_full"].only([1, 2, 3])
+    odd = Recipe(y_x=Operand(outer=256))
+    assert [pick("auto", BLACKWELL, recipe) for recipe in (some, odd, Recipe())] == ["emulate", "reference",
+                                                                                     "reference"]
+    for backend, recipe, words in (("native", some, "Q4"), ("emulate", odd, "256"), ("native", odd, "Q1")):
+        with pytest.raises(ConfigError, match=words):
+            pick(backend, BLACKWELL, recipe)
+    # where nothing is rounded, who rounds makes no difference
+    assert pick("native", None, Recipe()) == "native"
+
+
+def test_without_triton(pick, monkeypatch):
+    """ Catches: a traceback of an import where one line says what to install. """
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
+    assert pick("auto", BLACKWELL) == "reference"
+    for backend in ("emulate", "native"):
+        with pytest.raises(ConfigError, match="pip install triton"):
+            pick(backend, BLACKWELL)
+
+
+def test_the_interpreter_is_no_default(pick, monkeypatch):
+    """ Catches: a test run of minutes per step, because the interpreter counts as a GPU. """
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert pick("auto", None) == "reference"
+    assert pick("emulate", None) == "emulate" and pick("native", None) == "native"
+
+
+def test_a_run_is_evaluated_with_what_is_here(run, tmp_path, capsys, monkeypatch):
+    """ Catches: the back end that a run was trained with, asked for where it cannot run, or of no device. """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    path = evaluation.checkpoints(run)[0]
+    state = evaluation.read_checkpoint(path)
+    state["config"]["backend"] = "native"
+    (tmp_path / "r").mkdir()
+    torch.save(state, tmp_path / "r" / path.name)
+    assert go(capsys, tmp_path / "r") == go(capsys, run)

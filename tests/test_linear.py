@@ -30,13 +30,14 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def layer_of(recipe: Recipe, K: int = 20, N: int = 18, bias: bool = False, dtype: torch.dtype = torch.float32,
-             channels: Tensor | None = None, counter: Counter | None = None, layer: int = 3) -> QuantLinear:
+             channels: Tensor | None = None, counter: Counter | None = None, layer: int = 3,
+             backend: str = "reference") -> QuantLinear:
     """ A layer with fixed weights, at step 5 of a run with seed 1. """
     if counter is None:
         counter = Counter(seed=1)
         counter.set(5)
     linear = QuantLinear(K, N, bias, recipe=recipe, layer=layer, counter=counter, dtype=dtype,
-                         outliers=0 if channels is None else len(channels))
+                         outliers=0 if channels is None else len(channels), backend=backend)
     with torch.no_grad():
         linear.weight.copy_(randn(N, K, seed=10))
         if bias:
@@ -68,8 +69,11 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
-def reference(linear: QuantLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """ y, dx, dw of a layer without bias, for x (T, K) and dy (T, N), as Recipe describes them. """
+def reference(linear: QuantLinear, x: Tensor, dy: Tensor, multiply=F.linear) -> dict[str, Tensor]:
+    """
+    y, dx, dw of a layer without bias, for x (T, K) and dy (T, N), as Recipe describes them. multiply takes
+    the two operands of each product that has a rounded one, float32.
+    """
     r, w, state = linear.recipe, linear.weight.detach(), linear.counter.state
     out = linear.channels if linear.split else linear.channels[:0]
 
@@ -86,14 +90,14 @@ def reference(linear: QuantLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
         return fake_quantize(t.contiguous(), r.outlier) if on else t.float()
 
     def product(a, b, *ops):
-        return F.linear(a, b) if any(ops) else F.linear(a.to(x.dtype), b.to(x.dtype)).float()
+        return multiply(a, b) if any(ops) else F.linear(a.to(x.dtype), b.to(x.dtype)).float()
 
     x4, w4 = x.clone(), w.clone()
     x4[:, out] = w4[:, out] = 0
     x_hat, w_hat = rounded(x4, 1), rounded(w4, 2)
     x8, w8 = ((in_fp8(t[:, out], op) for t, op in ((x, r.y_x), (w, r.y_w))) if len(out)
               else (x[:, out], w[:, out]))
-    y = F.linear(x_hat, w_hat) + F.linear(x8, w8) if len(out) else product(x_hat, w_hat, r.y_x, r.y_w)
+    y = multiply(x_hat, w_hat) + multiply(x8, w8) if len(out) else product(x_hat, w_hat, r.y_x, r.y_w)
 
     # dX: every channel in FP4, the outlier channels from their FP8 values
     w_back = w_hat.clone() if r.align and r.dx_w else w.float()
@@ -109,6 +113,8 @@ def reference(linear: QuantLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     if len(out):
         x8t = (x8 if r.align and r.dw_x else x[:, out]).t().contiguous()
         dw[:, out] = product(in_fp8(dyt, r.dw_dy), in_fp8(x8t, r.dw_x), r.dw_dy, r.dw_x)
+    if multiply is not F.linear:
+        return {"y": y, "dx": dx, "dw": dw}
     return {"y": y.to(x.dtype), "dx": dx.to(x.dtype), "dw": dw.to(x.dtype).to(w.dtype)}
 
 
