@@ -53,12 +53,20 @@ def pick_device(cfg: Config) -> torch.device:
     return torch.device(cfg.device)
 
 
+def triton_version() -> tuple[int, int]:
+    import triton
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     """ The back end that cfg.backend asks for, or this device's fastest; ConfigError if it cannot run. """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     why_not = {"reference": "", "emulate": "", "native": ""}
     if find_spec("triton") is None:
         why_not["emulate"] = "Triton is not installed: type pip install triton"
+    elif (found := triton_version()) < (3, 6):
+        why_not["emulate"] = f"its kernels need Triton 3.6, not {found[0]}.{found[1]}: type pip install -U triton"
     elif not interpreted and device.type != "cuda":
         why_not["emulate"] = f"its kernels need an NVIDIA GPU, and this run is on {device.type}"
     elif not interpreted and torch.cuda.get_device_capability(device) < (8, 0):

@@ -278,7 +278,8 @@ def test_lines_need_rows_of_their_own():
                        lines=torch.arange(16, device=DEVICE))
         assert "\n" not in str(error.value)
         with pytest.raises(ValueError, match="reference back end"):
-            round_pair(x, None, col_side(None), None, Out(out, None, None, 32), COUNTER.state.to(DEVICE), LAYER,
+            round_pair(x, None, col_side(None), None, Out(out, None, None, 32), COUNTER.state.to(DEVICE),
+                       LAYER,
                        extra=col_side(op), extra_out=Out(out, None, None, 32))
         recipe = replace(FULL, dx_w=replace(op, rounding="sr", hadamard=16))
         assert all("Q4" in problem(recipe) for problem in (fused.emulate_problem, fused.native_problem))
