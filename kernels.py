@@ -771,3 +771,84 @@ def no_lines(op) -> str:
     """ Why outlier channels, some rows of many, cannot be rounded apart from the others, or "". """
     shared = "the whole tensor" if op.outer == TENSOR else "squares" if op.block[0] > 1 else ""
     return f"no kernel for outlier channels under a scale of {shared}" if shared else ""
+
+
+# -----------------------------------------------------------------------------
+# OsciReset: one step of a window
+
+
+@triton.jit
+def _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, ROWS: tl.constexpr, OUTER: tl.constexpr):
+    """ Inner times outer scale of values of 1x16 or 16x16 blocks with E4M3 scales. """
+    byte = tl.load(inner_ptr + row // ROWS * blocks + k // 16).to(tl.int32)
+    normal = ((byte + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    inner = tl.where(byte < 8, byte.to(tl.float32) * 2.0**-9, normal)
+    if OUTER == TENSOR:
+        outer = tl.load(outer_ptr)
+    else:
+        outer = tl.load(outer_ptr + row // ROWS * outers + k // OUTER)
+    return inner * outer
+
+
+@triton.jit
+def _grid_value(code):
+    """ quant.grid_value of E2M1 codes. """
+    magnitude = code & 7
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5,
+                     ((magnitude + (126 << 1)) << 22).to(tl.float32, bitcast=True))
+    return tl.where(code >= 8, -value, value)
+
+
+@triton.jit(do_not_specialize=["tau"])
+def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_outer_ptr, columns_ptr,
+                  last_w_ptr, excess_ptr, flags_ptr, counts_ptr, N, n, K, blocks, outers, tau,
+                  ROWS: tl.constexpr, OUTER: tl.constexpr, BLOCK: tl.constexpr):
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = e // n < N
+    # places beyond the end repeat the first: nothing of them is stored or counted
+    row, k = tl.where(inside, e // n, 0), tl.where(inside, e % n, 0)
+    if columns_ptr is not None:
+        k = tl.load(columns_ptr + row * n + k).to(tl.int64)
+    w, code = tl.load(w_ptr + row * K + k), tl.load(code_ptr + row * K + k).to(tl.int32)
+    last_w, flags = tl.load(last_w_ptr + e, inside, 0.0), tl.load(flags_ptr + e, inside, 0).to(tl.int32)
+    last = flags & 15
+
+    # the two distances
+    now = _grid_value(code) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, ROWS, OUTER)
+    before = _grid_value(last) * _scale_of(last_inner_ptr, last_outer_ptr, row, k, blocks, outers, ROWS,
+                                           OUTER)
+    moved = w - last_w
+    excess = tl.load(excess_ptr + e, inside, 0.0) + (tl.abs(now - before) - tau * tl.abs(moved))
+
+    # the flips of the code; the history is 0 never, 1 once, 2 twice or more in one direction, 3 reversed
+    level = tl.where(code >= 8, -(code & 7), code & 7) - tl.where(last >= 8, -(last & 7), last & 7)
+    flipped, up, was_up, history = level != 0, (level > 0).to(tl.int32), (flags >> 4) & 1, (flags >> 5) & 3
+    reversal = flipped & (history != 0) & (up != was_up)
+    onward = tl.where(history == 0, 1, tl.maximum(history, 2))
+    history = tl.where(flipped, tl.where(reversal, 3, onward), history)
+    ever = (flags >> 7) | (moved != 0).to(tl.int32)
+    flags = code | tl.where(flipped, up, was_up) << 4 | history << 5 | ever << 7
+
+    tl.store(last_w_ptr + e, w, inside)
+    tl.store(excess_ptr + e, excess, inside)
+    tl.store(flags_ptr + e, flags.to(tl.uint8), inside)
+    tl.atomic_add(counts_ptr, tl.sum((flipped & inside).to(tl.int64)))
+    tl.atomic_add(counts_ptr + 1, tl.sum(reversal.to(tl.int64)))    # places beyond the end have no history
+
+
+def track(w: Tensor, code: Tensor, inner: Tensor, outer: Tensor, last_inner: Tensor, last_outer: Tensor,
+          columns: Tensor | None, last_w: Tensor, excess: Tensor, flags: Tensor, counts: Tensor, tau: float,
+          op):
+    """
+    One step of osci.Window.advance for all tracked weights, in one pass and in place, bit for bit.
+
+    in    w (N, K) float32 and its codes (N, K), inner and outer scales now; the scales at the last step
+          columns  (N, n) of the tracked weights, None for all
+    out   last_w, excess, flags (N, n) and counts (flips, reversals), which it adds to
+    """
+    n, BLOCK = last_w.shape[1], 1024
+    outers = 0 if outer.dim() == 0 else outer.shape[1]
+    _track_kernel[(triton.cdiv(last_w.numel(), BLOCK),)](
+        w, code, inner, outer, last_inner, last_outer, columns, last_w, excess, flags, counts, w.shape[0], n,
+        w.shape[1], inner.shape[1], outers, tau, ROWS=op.block[0], OUTER=op.outer, BLOCK=BLOCK,
+        enable_fp_fusion=False)

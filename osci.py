@@ -209,8 +209,17 @@ class Window:
     def history(self) -> Tensor:
         return self.flags >> _HISTORY & 3
 
-    def advance(self, w: Tensor, q: Quantized, tau: float):
+    def advance(self, w: Tensor, q: Quantized, tau: float, backend: str = "reference"):
         """ Add one step: the layer's weight is now w, and rounds to q. """
+        changed = (q.inner != self.inner).sum()
+        if backend != "reference" and q.operand.scale == "e4m3":
+            from kernels import track
+            track(w, q.code, q.inner, q.outer, self.inner, self.outer, self.columns, self.w, self.excess,
+                  self.flags, self.counts, tau, q.operand)
+            self.counts[2] += changed
+            self.inner, self.outer = q.inner, q.outer
+            return
+
         # the two distances
         code, last = self.take(q.code), self.flags & 15
         last_scale = full_scale(Quantized(q.code, self.inner, self.outer, q.operand))
@@ -228,7 +237,7 @@ class Window:
         moved = (self.flags >> _MOVED != 0) | (dist_m != 0)
         up, moved = torch.where(flipped, up, was_up).byte(), moved.byte()
         self.flags = code | up << _UP | history << _HISTORY | moved << _MOVED
-        self.counts += torch.stack((flipped.sum(), reversal.sum(), (q.inner != self.inner).sum()))
+        self.counts += torch.stack((flipped.sum(), reversal.sum(), changed))
 
         # the snapshot moves on
         self.w.copy_(self.take(w))
@@ -332,7 +341,7 @@ class OsciReset:
             layer, window = self.layers[name], self.windows.get(name)
             w, q = rounded_weight(layer)
             if window:
-                window.advance(w, q, s["tau"])
+                window.advance(w, q, s["tau"], layer.backend)
             if last:
                 if not window or torch.equal(window.channels, layer.channels):
                     reports[name] = self._close(layer, window, w, q, step)

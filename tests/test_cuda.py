@@ -52,9 +52,10 @@ def test_rotation_is_that_of_the_cpu():
         assert torch.equal(hadamard(x, signs), hadamard(x.cuda(), signs.cuda()).cpu())
 
 
+@pytest.mark.parametrize("backend", ["reference", "emulate"])
 @pytest.mark.parametrize("recipe", ["tetrajet_base", "tetrajet_full", "tetrajet_released"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_gradient_equals_the_eager_one(recipe, dtype):
+def test_compiled_gradient_equals_the_eager_one(recipe, dtype, backend):
     """
     Catches: a compiler that draws the signs of one GEMM's two operands twice (seen with signs
     from torch.randint: no error, and a gradient off by more than its own size). Bit for bit,
@@ -62,7 +63,7 @@ def test_compiled_gradient_equals_the_eager_one(recipe, dtype):
     """
     torch.manual_seed(0)
     lin = QuantLinear(192, 160, bias=False, recipe=RECIPES[recipe], counter=Counter(5, device="cuda"),
-                      outliers=19 if RECIPES[recipe].outlier else 0).cuda()
+                      outliers=19 if RECIPES[recipe].outlier else 0, backend=backend).cuda()
     lin.set_channels(torch.arange(0, 190, 10, device="cuda")[: lin.channels.numel()])
     x = torch.randn(3, 96, 192, device="cuda", dtype=dtype)
     dy = torch.randn(3, 96, 160, device="cuda", dtype=dtype)

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import osci
-from osci import MODES, THRESHOLDS, OsciReset, Report
+from osci import MODES, THRESHOLDS, OsciReset, Report, Window, rounded_weight
 from quant import E4M3, TENSOR, Counter, Operand, QuantLinear, Recipe, decode, fake_quantize, quantize
-from recipes import RECIPES
+from recipes import NEAREST, RECIPES
 
 UNIT = 448 * 2.0**-9       # 6 * UNIT / 448 / 6 is 2^-9 exactly, so inner times outer scale comes to this
 BASE = RECIPES["tetrajet_base"]
@@ -844,3 +844,40 @@ def test_what_cannot_work_is_refused(change, message):
     settings = dict(mode="full") | SCHEDULE | change
     with pytest.raises(ValueError, match=message):
         OsciReset({"a": layer}, **settings)
+
+
+# -----------------------------------------------------------------------------
+# the kernel
+
+@pytest.mark.parametrize("track", (None, 0.2), ids=("full", "topk"))
+@pytest.mark.parametrize("shape, op", (((48, 160), NEAREST), ((33, 300), NEAREST),
+                                       ((40, 48), replace(NEAREST, outer=TENSOR)),
+                                       ((40, 48), replace(NEAREST, block=(16, 16)))), ids=str)
+def test_the_kernel_tracks_bit_for_bit(shape, op, track):
+    """
+    Catches: a flip that is not counted, a scale of another block, a direction forgotten, tau times the wrong
+    distance, places beyond the end of the last block of threads.
+    """
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(shape, generator=generator)
+    weight[:, 16:32] *= 2e-5        # inner scales below E4M3's normal numbers
+    windows = []
+    for backend in ("reference", "emulate"):
+        layer = QuantLinear(shape[1], shape[0], bias=False, recipe=Recipe(y_w=op), backend=backend).to(device)
+        layer.weight.data.copy_(weight)
+        windows.append((layer, Window.open(layer, track)))
+    for step in range(6):
+        # small steps to and fro, so that weights near a threshold flip and return
+        move = 0.05 * torch.randn(shape, generator=generator) * (-1) ** step
+        move[:, 16:32] *= 2e-5
+        move[torch.rand(shape, generator=generator) < 0.3] = 0.0
+        for layer, window in windows:
+            layer.weight.data += move.to(device)
+            window.advance(*rounded_weight(layer), 8.0, layer.backend)
+    (_, a), (_, b) = windows
+    assert a.counts.tolist() == b.counts.tolist() and a.counts[:2].min() > 0
+    for name in ("columns", "w", "excess", "flags", "inner", "outer"):
+        x, y = getattr(a, name), getattr(b, name)
+        assert (x is None and y is None) or torch.equal(x, y), name
