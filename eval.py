@@ -66,7 +66,8 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     if find_spec("triton") is None:
         why_not["emulate"] = "Triton is not installed: type pip install triton"
     elif (found := triton_version()) < (3, 6):
-        why_not["emulate"] = f"its kernels need Triton 3.6, not {found[0]}.{found[1]}: type pip install -U triton"
+        why_not["emulate"] = (f"its kernels need Triton 3.6, not {found[0]}.{found[1]}: "
+                              "type pip install -U triton")
     elif not interpreted and device.type != "cuda":
         why_not["emulate"] = f"its kernels need an NVIDIA GPU, and this run is on {device.type}"
     elif not interpreted and torch.cuda.get_device_capability(device) < (8, 0):

@@ -726,10 +726,11 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     rows = K if lines is None else col_out.data.shape[0]
 
     def launch(measure: str):
+        # 128 registers let two programs share a multiprocessor; codes and scales need more
         _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
             halves, M, K, row_to, col_to, extra_to, keep_to, lines, rows, amax, counter, layer,
             ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, PACKED=packed, W=_width(row),
-            W2=_width(col, extra), num_warps=8, maxnreg=128, enable_fp_fusion=False)
+            W2=_width(col, extra), num_warps=8, maxnreg=None if packed else 128, enable_fp_fusion=False)
 
     # a scale for the whole tensor needs a look at all of it first
     for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):

@@ -279,8 +279,7 @@ def test_lines_need_rows_of_their_own():
         assert "\n" not in str(error.value)
         with pytest.raises(ValueError, match="reference back end"):
             round_pair(x, None, col_side(None), None, Out(out, None, None, 32), COUNTER.state.to(DEVICE),
-                       LAYER,
-                       extra=col_side(op), extra_out=Out(out, None, None, 32))
+                       LAYER, extra=col_side(op), extra_out=Out(out, None, None, 32))
         recipe = replace(FULL, dx_w=replace(op, rounding="sr", hadamard=16))
         assert all("Q4" in problem(recipe) for problem in (fused.emulate_problem, fused.native_problem))
         assert fused.emulate_problem(replace(recipe, align=False)) == ""
@@ -298,7 +297,7 @@ def test_nothing_to_do():
 # -----------------------------------------------------------------------------
 # codes and scales
 
-PACKED = ("X", "dY", "tensor", "squares", "mxfp8", "mxfp4")
+PACKED = ("X", "dY", "up", "tensor", "squares", "mxfp8", "mxfp4")
 
 
 def check_codes(buffer: Tensor, rows: int, columns: int, x: Tensor, side: Side):
@@ -459,8 +458,7 @@ def test_emulated_step(case, T):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="these kernels are tested above, and take seconds to compile")
-@pytest.mark.parametrize("align", [True, False])
-@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("number, align", [*((n, True) for n in range(1, 7)), (4, False), (6, False)])
 def test_each_quantizer_alone(number, align):
     """
     Catches: an operand that is taken from its rounded twin although it is off, a rotation that only one of
@@ -643,8 +641,8 @@ launch_dy, launch_dy_packed = partial(launch, "dY", False), partial(launch, "dY"
 
 # (kernel, architecture): bytes of a thread's values that find no register. Each takes 5 to 20 s to compile
 # the first time, so each kernel and each architecture is here, but not each with each other
-SPILLS = {("x", 80): 0, ("x_packed", 103): 8, ("w", 120): 0, ("w_packed", 90): 464, ("dy", 90): 24,
-          ("dy_packed", 100): 16}
+SPILLS = {("x", 80): 0, ("dy", 90): 0, ("w_packed", 90): 0, ("dy_packed", 100): 0, ("x_packed", 103): 0,
+          ("w", 120): 0}
 
 
 @pytest.fixture(scope="module")
@@ -658,10 +656,18 @@ def compiled():
 def test_fits_the_gpu(name, arch, compiled):
     """
     Catches: values that spill, more shared memory than the smallest GPU has, 99 KiB, and a layout in which
-    each step of the rounding moves values between threads. For X and dY the transposition does, once.
+    each step of the rounding moves values between threads: the transposition alone does, once.
     """
     result = compiled[name, arch]
-    assert result.spills <= SPILLS[name, arch] and result.registers <= 128
-    assert result.shared <= 99 * 1024
-    if name in ("x", "dy"):
+    assert result.spills <= SPILLS[name, arch], f"{result.spills} bytes"
+    assert result.registers <= (255 if "packed" in name else 128) and result.shared <= 99 * 1024
+    if name in ("x", "w", "dy"):
         assert result.ttgir.count("convert_layout") == 1
+
+
+def test_maxima_keep_nan(compiled):
+    """
+    Catches: a maximum that drops NaN, as the instruction does by default. The interpreter's keeps it either
+    way. A thread has 64 values of each side, and 15 of the 16 in a strip meet in a maximum.
+    """
+    assert compiled["x", 80].ptx.count("max.NaN.f32") >= 2 * 64 * 15 // 16
