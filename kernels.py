@@ -132,7 +132,7 @@ def _halves(v):
 @triton.jit
 def _exchange(a, b, odd):
     """
-    Neighbouring lanes trade: an even one gives b for the odd one's a. Its own inverse. Three operations and a
+    Neighbouring lanes trade: an even one gives b for the odd one's a. Its own inverse. Four operations and a
     shuffle; s is the exclusive or of what the two give away.
     """
     s = (a & odd) | (b & ~odd)
@@ -145,7 +145,7 @@ def _exchange(a, b, odd):
 def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
            PAIRED: tl.constexpr):
     """
-    Offsets and columns [C, 128, P] of the two pieces of P values that a lane moves of one sector, 2 P values.
+    Offsets and columns [C, R, P] of the two pieces of P values that a lane moves of one sector, 2 P values.
 
     A thread needs whole sectors, but 16 bytes are the most that it can move at once, and the memory wants
     whole sectors of 32 at once. PAIRED: lanes 2 j and 2 j + 1 together move a sector of strip 2 j, then one
@@ -323,7 +323,7 @@ def _noise(seed, group, step, micro, address, MBITS: tl.constexpr):
 
 @triton.jit
 def _reciprocal(x):
-    """ 1 / x, exactly rounded, for normal x and 1 / x: tests/test_cuda.py tries every mantissa. """
+    """ 1 / x, exactly rounded, for normal x and 1 / x: tests/test_cuda_kernels.py tries every mantissa. """
     if INTERPRETED:
         r = tl.div_rn(1.0, x)
     else:
@@ -349,7 +349,7 @@ def _divide(a, b, inv_b):
 
 @triton.jit
 def _over(a, number: tl.constexpr):
-    """ a / number, exactly rounded. One correction is enough: tests/test_cuda.py tries every mantissa. """
+    """ a / number, exactly rounded. One correction is enough, see tests/test_cuda_kernels.py. """
     if INTERPRETED:
         q = tl.div_rn(a, tl.full(a.shape, number, tl.float32))
     else:
@@ -626,7 +626,7 @@ def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, PAC
 def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
           MEASURE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """
-    Rotate, round and store strips v of 128 lines, from position `first` of each line of `length` -> the
+    Rotate, round and store strips v of some lines, from position `first` of each line of `length` -> the
     rounded values. With MEASURE nothing is stored but the largest magnitude.
     """
     OP: tl.constexpr = SIDE.op
@@ -645,7 +645,7 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
                 amax = tl.load(amax_ptr + PLACE).to(tl.float32, bitcast=True)
             group = line[:, None] * ((length + 7) // 8) + (first // 8 + tl.arange(0, C) * (W // 8))[None, :]
             codes, scales, inners, outer = _round(v, at, group.to(tl.uint32), amax, factor, OP, SIDE.noise,
-                                                    PACKED)
+                                                  PACKED)
             v = _times(codes, scales, OP.block[1])
         elif n > 0:
             v = _times(v, (factor,), W)
