@@ -39,6 +39,7 @@ class Config:
     device: str = "auto"                # auto | cpu | cuda | mps; auto = cuda where there is one, else cpu
     backend: str = "auto"               # auto | reference | emulate | native: who rounds and multiplies
     compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
+    recompute: bool = False             # compute blocks again in the backward pass: less memory, more time
     overwrite: bool = False             # delete a finished or unfinished run of the same name and start anew
     stop_at: int = 0                    # stop after this step, saved, as a job that is killed would; 0 = off
     dry_run: bool = False               # print the resolved config and the table of layers, then stop
@@ -117,8 +118,8 @@ class Config:
 KINDS = {f.name: f.type for f in fields(Config)}
 # knobs that may differ when a run is continued: they change what is written, where it runs or which noise
 # is drawn, not what is computed in the mean
-FREE = ("device", "backend", "compile", "overwrite", "stop_at", "dry_run", "out", "name", "micro_batch",
-        "log_every", "eval_every", "save_every", "sample_tokens")
+FREE = ("device", "backend", "compile", "recompute", "overwrite", "stop_at", "dry_run", "out", "name",
+        "micro_batch", "log_every", "eval_every", "save_every", "sample_tokens")
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 'text, such as "auto"'}
 
 

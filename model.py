@@ -11,7 +11,7 @@ The same weights give the same logits as Olmo2ForCausalLM of Hugging Face transf
 
 The four linear layers of a block come from make_linear(in_features, out_features, name): this is where FP4
 gets in. Embedding, head, norms and the attention products stay in high precision, as in arXiv 2510.27527.
-Not here: a KV cache, dropout, grouped queries, checkpointing of activations.
+Not here: a KV cache, dropout, grouped queries.
 
 Dimensions: B sequences, S tokens in each, d = d_model, H heads, D = d / H, F = d_ff, V ids in the vocabulary
 """
@@ -20,6 +20,7 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100    # a target that does not count, as in F.cross_entropy
 
@@ -106,13 +107,15 @@ def plain_linear(in_features: int, out_features: int, name: str) -> nn.Module:
 class GPT(nn.Module):
     def __init__(self, cfg, vocab_size: int, make_linear: Callable = plain_linear):
         """
-        cfg          has n_layer, d_model, n_head, d_ff, seq_len, rope_theta, norm_eps, init_std and seed
+        cfg          has n_layer, d_model, n_head, d_ff, seq_len, rope_theta, norm_eps, init_std, seed and
+                     recompute: keep only the input of each block, and compute the block again in the
+                     backward pass. Noise is addressed by a counter, so that it comes out the same
         vocab_size   V, rows of the embedding and of the head
         make_linear  (in_features, out_features, name) -> a module with one parameter, `weight` (out, in); the
                      names are blocks.0.attn.qkv, blocks.0.attn.out, blocks.0.mlp.up, blocks.0.mlp.down, ...
         """
         super().__init__()
-        self.seq_len = cfg.seq_len
+        self.seq_len, self.recompute = cfg.seq_len, cfg.recompute
         self.embed = nn.Embedding(vocab_size, cfg.d_model)
         self.blocks = nn.ModuleList(Block(cfg, make_linear, f"blocks.{i}") for i in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
@@ -158,8 +161,13 @@ class GPT(nn.Module):
         if S > self.seq_len:
             raise ValueError(f"{S} tokens in a sequence, but the model was made for seq_len = {self.seq_len}")
         x = self.embed(tokens)                                       # (B, S, d)
+        cos, sin = self.cos[:S], self.sin[:S]
         for block in self.blocks:
-            x = block(x, self.cos[:S], self.sin[:S])
+            if self.recompute and torch.is_grad_enabled():
+                # nothing in a block draws from torch's generators
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin)
         logits = self.head(self.norm(x)).float()                     # (B, S, V)
         if targets is None:
             return logits

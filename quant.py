@@ -878,6 +878,7 @@ class QuantLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sumsq is not None and self.training:
+            # a block that is computed again adds its squares twice, in all channels alike
             self.sumsq += x.detach().float().square().flatten(0, -2).sum(0)
         if not self.enabled or not any(self.recipe.operands):
             return F.linear(x, self.weight, self.bias)

@@ -19,6 +19,7 @@ import data
 import train
 from config import parse
 from eval import read_checkpoint
+from quant import QuantLinear
 from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +93,22 @@ def learned(state: dict) -> dict:
 
 def rows(folder: Path) -> list[dict]:
     return list(csv.DictReader((folder / "metrics.csv").open(newline="")))
+
+
+def test_blocks_computed_again_change_nothing(go, monkeypatch):
+    """ Catches: noise that is drawn anew in the second pass, channels that are measured differently. """
+    flags = ["--recipe=tetrajet_full", *WINDOWS, "--osci=full", "--micro_batch=2"]
+    calls = []
+    forward = QuantLinear.forward
+    monkeypatch.setattr(QuantLinear, "forward", lambda layer, x: calls.append(1) or forward(layer, x))
+    states = []
+    for name in ("kept", "again"):
+        calls.clear()
+        folder, _ = go(name, *flags, f"--recompute={name == 'again'}")
+        states.append((len(calls), learned(last_state(folder))))
+    (kept, a), (again, b) = states
+    assert again > 1.4 * kept
+    assert_same(a, b)
 
 
 # -----------------------------------------------------------------------------
