@@ -67,7 +67,7 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
         why_not["emulate"] = f"its kernels need compute capability 8.0, and {name} has less"
     else:
         from fused import emulate_problem, native_problem
-        why_not["emulate"] = emulate_problem(recipe)
+        why_not["emulate"] = recipe.no_kernel() or emulate_problem(recipe)
         why_not["native"] = native_problem(recipe)
         if not blackwell and not interpreted:
             why_not["native"] = "FP4 tensor cores come with Blackwell, compute capability 10.0, 10.3 or 12.x"
