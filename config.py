@@ -76,7 +76,7 @@ class Config:
     z_loss: float = 1e-5                # weight of the mean of log(sum(exp(logits)))^2 in the loss; 0 = off
 
     # precision
-    recipe: str = "bf16"                # recipes.py: bf16 | tetrajet_base | tetrajet_full | tetrajet_released
+    recipe: str = "bf16"                # a name in recipes.py: bf16, tetrajet_base, nvidia, ...
     quantizers: str = "1,2,3,4,5,6"     # which of the recipe's quantizers Q1 to Q6 are on; "" = none
     outlier_frac: float = 0.0           # share of each layer's input channels kept in MXFP8; 0 = off
     outlier_choice: str = "norm"        # norm | random: those of the largest norms, or, as a control, any

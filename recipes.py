@@ -1,13 +1,18 @@
 """
 The recipes: which of the six operands of a linear layer is rounded, and how. One entry of RECIPES per method.
 
+    python recipes.py      prints the table of the README
+
 To try an idea of your own, add an entry here; a new rounding rule or block format is at most one function in
 quant.py. Oscillation resets (osci.py) and the choice of outlier channels (outliers.py) are training options,
 not part of a recipe; a recipe only says in which format the outlier channels are kept.
 """
 from dataclasses import replace
 
-from quant import Operand, Recipe
+from quant import TENSOR, Operand, Recipe
+
+# -----------------------------------------------------------------------------
+# operands
 
 # NVFP4 with the double block, 1x128 outer and 1x16 inner: TetraJet-v2, arXiv 2510.27527
 NEAREST = Operand(rounding="rtn", rule="nearest")
@@ -17,6 +22,33 @@ STOCHASTIC = Operand(rounding="sr", rule="up", hadamard=16)
 # rounded up so that nothing clips (same paper)
 MXFP8 = Operand(grid="e4m3", block=(1, 32), scale="e8m0", outer=0, rule="ceil")
 
+# NVFP4 with one outer scale for the tensor: 1x16 along the summed axis, or 16x16 for weights, which are
+# then the same values in W and in W^T. 2509.25149, appendix B
+NVFP4 = replace(NEAREST, outer=TENSOR)
+SQUARE = replace(NVFP4, block=(16, 16))
+# the same paper's gradients: the scale is rounded to nearest, so the largest value of a block may clip
+NVFP4_SR = replace(NVFP4, rounding="sr")
+
+# MXFP4 by the OCP specification, whose scale may clip; and by TetraJet v1, 2502.20853, whose scale does not
+MXFP4 = Operand(block=(1, 32), scale="e8m0", outer=0, rule="floor")
+CEIL = replace(MXFP4, rule="ceil")
+CEIL_SR = replace(CEIL, rounding="sr")
+
+# FP8 with one scale for the tensor, max / grid max, not rounded to a power of two: "current scaling" of
+# TransformerEngine, which gives E4M3 to X and W, E5M2 to gradients
+FP8 = Operand(grid="e4m3", block=(1, 128), scale="none", outer=TENSOR)
+FP8_GRADIENT = replace(FP8, grid="e5m2")
+
+
+def recipe(x: Operand, w: Operand, dy: Operand, wt: Operand | None = None, dyt: Operand | None = None,
+           xt: Operand | None = None, align: bool = False, **others) -> Recipe:
+    """ X, W, dY, W^T, dY^T, X^T -> a Recipe; a transposed operand that is left out is rounded as it is. """
+    return Recipe(x, w, dy, wt or w, dyt or dy, xt or x, align=align, **others)
+
+
+# -----------------------------------------------------------------------------
+# recipes
+
 # forward nearest and unrotated; both backward GEMMs rotated and stochastic, on the forward's rounded tensors
 TETRAJET_BASE = Recipe(NEAREST, NEAREST, STOCHASTIC, STOCHASTIC, STOCHASTIC, STOCHASTIC, align=True)
 
@@ -24,9 +56,54 @@ TETRAJET_BASE = Recipe(NEAREST, NEAREST, STOCHASTIC, STOCHASTIC, STOCHASTIC, STO
 # and so biases the stochastic rounding
 _RELEASED = replace(STOCHASTIC, rule="nearest")
 
+# one sign vector for all layers and the whole run, on the two operands of dW only
+_FIXED = dict(hadamard=16, signs="fixed")
+
+# E2M1 has no value between 4 and 6: see Operand.rule
+_SIX, _SIX_SQUARE = replace(NVFP4, rule="4/6"), replace(SQUARE, rule="4/6")
+
+# scales with the range of E5M3; differs: the outer scale is made anew at every step, not every 50
+_UE5M3, _UE5M3_SQUARE = replace(NVFP4, scale="ue5m3"), replace(SQUARE, scale="ue5m3")
+
+# 4 bits evenly spaced, and every GEMM rotated
+_UNIFORM = replace(NVFP4, grid="e1m2", hadamard=16, signs="fixed")
+
 RECIPES = {
     "bf16": Recipe(),
+
+    # 8 bits, the usual baselines
+    "fp8": recipe(FP8, FP8, FP8_GRADIENT),
+    "mxfp8": recipe(MXFP8, MXFP8, MXFP8),
+
+    # the two 4-bit formats as they are: no rotation, no alignment
+    "mxfp4": recipe(MXFP4, MXFP4, MXFP4),
+    "nvfp4": recipe(NVFP4, NVFP4, NVFP4),
+    # ... and the four backward operands stochastic, with a scale that does not clip
+    "nvfp4_sr": recipe(NVFP4, NVFP4, *[replace(NVFP4_SR, rule="up")] * 4),
+
+    # 2510.27527
     "tetrajet_base": TETRAJET_BASE,
     "tetrajet_full": replace(TETRAJET_BASE, outlier=MXFP8),
     "tetrajet_released": Recipe(NEAREST, NEAREST, _RELEASED, _RELEASED, _RELEASED, _RELEASED, outlier=MXFP8),
+
+    # 2502.20853: six quantizers, Q4 and Q6 of what the forward pass rounded, no rotation
+    "tetrajet_v1": recipe(CEIL, CEIL, *[CEIL_SR] * 4, align=True),
+
+    # 2509.25149, section 4. differs: no block in bf16 unless --keep_last says so
+    "nvidia": recipe(NVFP4, SQUARE, NVFP4_SR, dyt=replace(NVFP4_SR, **_FIXED), xt=replace(NVFP4, **_FIXED)),
+
+    # 2512.02010 changes the forward's rule of nvidia; gradients stay, where the choice would be a bias.
+    # differs: X^T in dW has the rule too, which that paper's summary leaves open
+    "four_over_six": recipe(_SIX, _SIX_SQUARE, NVFP4_SR, dyt=replace(NVFP4_SR, **_FIXED),
+                            xt=replace(_SIX, **_FIXED)),
+
+    # 2505.19115: split rounding, stochastic for gradients and for the activations of the update
+    "fp4_all_the_way": recipe(NVFP4, NVFP4, NVFP4_SR, xt=NVFP4_SR),
+
+    # 2609.02846: 2D weights, gradients stochastic, no rotation
+    "ue5m3": recipe(_UE5M3, _UE5M3_SQUARE, replace(_UE5M3, rounding="sr")),
+
+    # 2606.20381: a uniform grid, all three GEMMs rotated, dY stochastic
+    # differs: block and scales are NVFP4's, which the summary at hand leaves open
+    "ufp4": recipe(_UNIFORM, _UNIFORM, replace(_UNIFORM, rounding="sr")),
 }

@@ -1,0 +1,249 @@
+"""
+What defines each recipe, seen from outside: the tensors that its three GEMMs multiply. Every docstring names a
+bug that the test would catch.
+"""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import quant
+from quant import (FIXED_SIGNS, GRIDS, TENSOR, Counter, Operand, QuantLinear, Recipe, fake_quantize,
+                   hadamard, quantize, random_signs, uniform)
+from recipes import NVFP4, RECIPES, SQUARE
+
+T, K, N = 64, 96, 80
+NAMES = ("x", "w", "dy", "wt", "dyt", "xt")
+four_bit = pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("bf16", "fp8", "mxfp8")])
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer_of(recipe: Recipe, layer: int = 3, seed: int = 1, step: int = 5, rank: int = 0) -> QuantLinear:
+    counter = Counter(seed, rank)
+    counter.set(step)
+    linear = QuantLinear(K, N, False, recipe=recipe, layer=layer, counter=counter)
+    with torch.no_grad():
+        linear.weight.copy_(randn(N, K, seed=10))
+    return linear
+
+
+def multiplied(monkeypatch, recipe: Recipe, x: Tensor | None = None, **at) -> dict[str, Tensor]:
+    """ What the three GEMMs of one pass multiply, by NAMES, and their results after all: y, dx, dw. """
+    seen, gemm = [], quant._gemm
+    monkeypatch.setattr(quant, "_gemm", lambda a, b, *rest: (seen.extend((a, b)), gemm(a, b, *rest))[1])
+    linear = layer_of(recipe, **at)
+    x = (randn(T, K) if x is None else x).requires_grad_()
+    y = linear(x)
+    y.backward(randn(T, N, seed=1).to(y.dtype))
+    monkeypatch.undo()
+    return dict(zip(NAMES, seen)) | {"y": y.detach(), "dx": x.grad, "dw": linear.weight.grad}
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_are_those_of_the_linear(name):
+    """
+    Catches two operands of a GEMM that are rotated differently, a gradient left in rotated coordinates, and a
+    scale that is forgotten: the results would be unrelated to the exact ones, or a factor away.
+    """
+    linear, x, dy = layer_of(RECIPES[name]), randn(T, K).requires_grad_(), randn(T, N, seed=1)
+    y = linear(x)
+    y.backward(dy)
+    w = linear.weight.detach()
+    # two operands with relative squared errors of at most .03 each, and room for a masked gradient
+    most = 1e-6 if name == "bf16" else 0.06 if "fp8" in name else 0.3
+    for ours, exact in ((y.detach(), x.detach() @ w.t()), (x.grad, dy @ w), (linear.weight.grad, dy.t() @ x)):
+        exact = exact.detach()
+        assert rms(ours, exact) < most
+        assert abs(float((ours * exact).sum() / exact.square().sum()) - 1) < 0.05
+
+
+@four_bit
+def test_every_operand_is_in_four_bits(name, monkeypatch):
+    """ Catches a quantizer that is left out: its operand would have more than 15 values in a block. """
+    seen = multiplied(monkeypatch, RECIPES[name])
+    for operand, op in zip(NAMES, RECIPES[name].operands):
+        columns = seen[operand].shape[1] // op.block[1] * op.block[1]
+        blocks = seen[operand][:, :columns].unflatten(1, (-1, op.block[1]))
+        assert max(len(b.unique()) for b in blocks.flatten(0, 1)[:200]) <= 15, operand
+
+
+# -----------------------------------------------------------------------------
+# 8 bits
+
+
+def test_fp8_has_one_scale_and_two_formats(monkeypatch):
+    """ Catches E5M2 in the forward pass, a scale per block, a power of two, and W^T rounded once more. """
+    seen = multiplied(monkeypatch, RECIPES["fp8"])
+    for operand, grid, original in (("x", "e4m3", randn(T, K)), ("w", "e4m3", randn(N, K, seed=10)),
+                                    ("dy", "e5m2", randn(T, N, seed=1))):
+        # the largest value is exact but for the rounding of the scale, and the others are grid values
+        largest = original.abs().max()
+        assert abs(seen[operand].abs().max() / largest - 1) < 2.0**-22
+        scale = (largest / GRIDS[grid].max).double()
+        assert scale.log2() % 1 != 0
+        y = (seen[operand].double() / scale).float()
+        nearest = quant.round_to_grid(y, GRIDS[grid])
+        assert ((y - nearest).abs() <= 2.0**-21 * nearest.abs()).all()
+    for operand, transposed in (("x", "xt"), ("w", "wt"), ("dy", "dyt")):
+        assert torch.equal(seen[operand].t(), seen[transposed])
+
+
+def test_mxfp8_clips_nothing(monkeypatch):
+    """ Catches the OCP rule, which rounds the scale down, and a block along the wrong axis. """
+    seen = multiplied(monkeypatch, RECIPES["mxfp8"])
+    for operand, original in (("x", randn(T, K)), ("xt", randn(T, K).t().contiguous())):
+        # no error is larger than half a step at the top of its block: 2^-4 of the maximum
+        top = original.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1)
+        assert ((seen[operand] - original).abs() <= top * 2.0**-4).all()
+        assert torch.equal(seen[operand], fake_quantize(original, RECIPES["mxfp8"].y_x))
+
+
+# -----------------------------------------------------------------------------
+# NVFP4 and MXFP4
+
+
+@pytest.mark.parametrize("name, noisy", (("mxfp4", ""), ("nvfp4", ""), ("nvfp4_sr", "dy wt dyt xt"),
+                                         ("tetrajet_v1", "dy wt dyt xt"), ("nvidia", "dy dyt"),
+                                         ("four_over_six", "dy dyt"), ("fp4_all_the_way", "dy dyt xt"),
+                                         ("ue5m3", "dy dyt"), ("ufp4", "dy dyt")))
+def test_where_the_noise_is(name, noisy, monkeypatch):
+    """ Catches stochastic rounding on a weight or an activation where the paper warns of it, and none on dY. """
+    a, b = (multiplied(monkeypatch, RECIPES[name], step=step) for step in (5, 6))
+    assert [o for o in NAMES if not torch.equal(a[o], b[o])] == noisy.split()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ("nvidia", "four_over_six", "ue5m3"))
+def test_squares_give_both_gemms_one_weight(name, dtype, monkeypatch):
+    """
+    Catches a weight that dX rounds anew, from its bf16 copy or along the other axis: 1x16 blocks would.
+    """
+    seen = multiplied(monkeypatch, RECIPES[name], x=randn(T, K, dtype=dtype))
+    assert torch.equal(seen["wt"].float(), seen["w"].float().t())
+    other = replace(RECIPES[name], y_w=NVFP4, dx_w=NVFP4)
+    seen = multiplied(monkeypatch, other, x=randn(T, K, dtype=dtype))
+    assert not torch.equal(seen["wt"].float(), seen["w"].float().t())
+
+
+def test_nvidia_rotates_dw_alone_by_one_vector(monkeypatch):
+    """ Catches signs that change with step, micro-step, layer or rank, or that no seed changes; a rotated dX. """
+    recipe = RECIPES["nvidia"].only([1, 2, 3, 4, 6])            # Q5 off: its operand shows the rotation itself
+    start = Counter(1).state
+    signs = random_signs(16, start, 0, FIXED_SIGNS)
+    rotated = hadamard(randn(T, N, seed=1).t().contiguous(), signs)
+    for at in ({}, dict(step=9), dict(layer=4), dict(rank=1), dict(step=0, layer=0)):
+        assert torch.equal(multiplied(monkeypatch, recipe, **at)["dyt"], rotated)
+    assert not torch.equal(multiplied(monkeypatch, recipe, seed=2)["dyt"], rotated)
+    seen = multiplied(monkeypatch, RECIPES["nvidia"])
+    # dX as it is, and X^T of the original, not of what the forward pass rounded
+    noise = uniform((T, N), layer_of(recipe).counter.state, 3, 3)
+    assert torch.equal(seen["dy"], fake_quantize(randn(T, N, seed=1), recipe.dx_dy, noise))
+    assert torch.equal(seen["xt"], fake_quantize(hadamard(randn(T, K).t().contiguous(), signs), NVFP4))
+
+
+def test_mxfp4_clips_and_tetrajet_v1_does_not(monkeypatch):
+    """ Catches the two rules for a power of two exchanged, and a TetraJet v1 that forgets its alignment. """
+    for name, clips in (("mxfp4", True), ("tetrajet_v1", False)):
+        x = multiplied(monkeypatch, RECIPES[name])["x"]
+        top = randn(T, K).unflatten(1, (-1, 32)).abs().amax(2)
+        # a maximum beyond 6 scales comes out at least a tenth too small, or as 6 scales; E2M1's next gap is 2
+        short = top > 6 * quantize(randn(T, K), RECIPES[name].y_x).scale()
+        assert short.any() == clips and x.isfinite().all()
+    recipe = RECIPES["tetrajet_v1"]
+    state = layer_of(recipe).counter.state
+    seen = multiplied(monkeypatch, recipe)
+    for operand, rounded, number in (("wt", "w", 4), ("xt", "x", 6)):
+        t = seen[rounded].t().contiguous()
+        assert torch.equal(seen[operand], fake_quantize(t, recipe.dx_w, uniform(t.shape, state, 3, number)))
+
+
+def test_four_over_six_is_nearer_in_every_block(monkeypatch):
+    """ Catches a choice that is never made, or made for the tensor, or the larger error kept. """
+    x = randn(T, K)
+    per_block = {}
+    for rule in ("4/6", "nearest"):
+        op = replace(NVFP4, rule=rule)
+        per_block[rule] = (fake_quantize(x, op) - x).square().unflatten(1, (-1, 16)).sum(2)
+    q = quantize(x, replace(NVFP4, rule="4/6"))
+    fours = (q.code & 7).view(T, -1, 16).amax(2) == 6                    # code 6 is the value 4
+    # about 45% of blocks of normal values, by a count of ours; 384 blocks here
+    assert 0.3 < fours.float().mean() < 0.6
+    assert (per_block["4/6"][fours] < per_block["nearest"][fours]).float().mean() > 0.8
+    # and 256 leaves room: no scale of a 4 is cut off at 448
+    assert quant.decode(q.inner, GRIDS["e4m3"]).max() <= 384
+
+
+def test_ue5m3_reaches_further_down():
+    """ Catches E4M3's range under another name: a block 10^6 times below the largest would be lost. """
+    x = randn(16, 64)
+    x[:, 16:] *= 1e-6
+    for op in (RECIPES["ue5m3"].y_x, RECIPES["ue5m3"].y_w):
+        assert rms(fake_quantize(x, op)[:, 16:], x[:, 16:]) < 0.2
+        assert (fake_quantize(x, replace(op, scale="e4m3"))[:, 16:] == 0).all()
+    assert not any(op.hadamard for op in RECIPES["ue5m3"].operands)
+
+
+def test_ufp4_is_uniform_and_rotates_everything(monkeypatch):
+    """ Catches a grid with gaps that grow, and a forward pass that is not rotated. """
+    recipe = RECIPES["ufp4"]
+    assert quant.decode(torch.arange(8, dtype=torch.uint8), GRIDS["e1m2"]).diff().unique().numel() == 1
+    seen = multiplied(monkeypatch, recipe)
+    signs = random_signs(16, Counter(1).state, 0, FIXED_SIGNS)
+    assert torch.equal(seen["x"], fake_quantize(hadamard(randn(T, K), signs), recipe.y_x))
+    assert torch.equal(seen["wt"], fake_quantize(hadamard(randn(N, K, seed=10).t().contiguous(), signs),
+                                                 recipe.y_w))
+    assert torch.equal(seen["y"], multiplied(monkeypatch, recipe, step=77)["y"])
+
+
+# -----------------------------------------------------------------------------
+# a forward pass that is rotated
+
+
+@pytest.mark.parametrize("signs", ("none", "fixed"))
+def test_gradients_of_a_rotated_forward_are_turned_back(signs, monkeypatch):
+    """
+    Catches a turn with the signs on the wrong side, or missing, in dX or dW: with nothing rounded in backward
+    the gradients are those of the rounded tensors, and a ragged K must be cut back.
+    """
+    forward = replace(NVFP4, hadamard=64, signs=signs)          # 96 is one and a half blocks
+    exact = Operand(grid="e4m3", block=(1, 16), outer=TENSOR)   # 8 bits, to see past the rounding
+    recipe = Recipe(forward, forward, exact, exact, exact, exact, align=True)
+    seen = multiplied(monkeypatch, recipe)
+    vector = torch.ones(64) if signs == "none" else random_signs(64, Counter(1).state, 0, FIXED_SIGNS)
+    assert seen["x"].shape == (T, 128) and torch.equal(
+        seen["x"], fake_quantize(hadamard(randn(T, K), vector), forward))
+    # the matrix itself: 128 x 96
+    turn = hadamard(torch.eye(K), vector).t()
+    dy = randn(T, N, seed=1)
+    assert rms(seen["dx"], dy @ seen["w"] @ turn) < 0.05 and seen["dx"].shape == (T, K)
+    assert rms(seen["dw"], dy.t() @ seen["x"] @ turn) < 0.05 and seen["dw"].shape == (N, K)
+    # and without alignment they are made from the tensors as they are
+    seen = multiplied(monkeypatch, replace(recipe, align=False))
+    assert rms(seen["dx"], dy @ randn(N, K, seed=10)) < 0.05
+    assert rms(seen["dw"], dy.t() @ randn(T, K)) < 0.05
+
+
+def test_a_rotated_forward_refuses_fresh_signs_and_outlier_channels():
+    """ Catches an evaluation that sees another function than training, and channels that a rotation mixed. """
+    turned = replace(NVFP4, hadamard=16, signs="none")
+    with pytest.raises(ValueError, match="rotate alike at every step"):
+        Recipe(y_x=replace(turned, signs="fresh"))
+    with pytest.raises(ValueError, match="no outlier channels"):
+        Recipe(y_x=turned, outlier=NVFP4)
+
+
+def test_the_kernels_leave_new_recipes_to_the_reference():
+    """ Catches a kernel that runs a recipe it does not know: the numbers would be another recipe's. """
+    known = {name for name, recipe in RECIPES.items() if not recipe.no_kernel()}
+    assert {"tetrajet_base", "tetrajet_full", "nvfp4", "nvfp4_sr", "mxfp4", "tetrajet_v1"} <= known
+    for name in ("nvidia", "four_over_six", "ue5m3", "ufp4", "fp8"):
+        assert name not in known and "\n" not in RECIPES[name].no_kernel()
+    assert Recipe(SQUARE, SQUARE).no_kernel() == ""
