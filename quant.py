@@ -350,7 +350,7 @@ class Quantized:
     """
     A quantized matrix: value = code * (inner * outer).
 
-    code   uint8, shape of the input. 4-bit grids: bits 0-2 the magnitude, bit 3 the sign. 8-bit: sign in bit 7
+    code   uint8, shape of the input. 4-bit grids: bits 0-2 the magnitude, bit 3 the sign. 8-bit: sign bit 7
     inner  uint8 (M / block rows, K / block columns), rounded up: the bytes of the scales; ones for none
     outer  float32 (M / block rows, K / outer), () for one in all, None without outer scales
     """
@@ -685,7 +685,7 @@ class Recipe:
                                  f"({a.signs} signs) and {b.hadamard} ({b.signs} signs)")
         forward = [op for op in (self.y_x, self.y_w) if op and op.hadamard]
         if any(op.signs == "fresh" for op in forward):
-            raise ValueError("the forward pass must rotate alike at every step: signs are fixed or none there")
+            raise ValueError("the forward pass must rotate alike at every step: its signs are fixed or none")
         if forward and self.outlier:
             raise ValueError("a recipe that rotates the forward pass has no outlier channels: "
                              "a rotation mixes them with the others")
@@ -708,9 +708,10 @@ class Recipe:
         for number, op in enumerate(self.operands, 1):
             if op is None:
                 continue
-            for what, value, known in (("scale", op.scale, ("e4m3", "e8m0")), ("rule", op.rule, KERNEL_RULES)):
-                if value not in known:
-                    return f"operand Q{number}: no kernel for {what} {value}"
+            if op.scale not in ("e4m3", "e8m0"):
+                return f"operand Q{number}: no kernel for scale {op.scale}"
+            if op.rule not in KERNEL_RULES:
+                return f"operand Q{number}: no kernel for rule {op.rule}"
             if op.hadamard and (op.signs != "fresh" or number < 3):
                 return f"operand Q{number}: no kernel for {op.signs} signs"
         return ""
@@ -764,6 +765,11 @@ def _zero_columns(x: Tensor, channels: Tensor) -> Tensor:
     return x.index_fill(1, channels, 0.0)
 
 
+def outlier_values(x: Tensor, form: Operand | str, dtype: torch.dtype) -> Tensor:
+    """ Outlier channels in a recipe's format for them. """
+    return fake_quantize(x, form) if isinstance(form, Operand) else x.to(dtype)
+
+
 class _Draws:
     """
     Everything random about one linear at one moment: hands out the noise and the signs of each operand.
@@ -780,7 +786,7 @@ class _Draws:
         return fake_quantize(
             x, op, uniform(x.shape, self.counter, self.layer, number) if op.stochastic else None)
 
-    def signs(self, a: Operand | None, b: Operand | None, stream: int) -> Tensor | None:
+    def signs(self, a: Operand | None, b: Operand | None, stream: int = FIXED_SIGNS) -> Tensor | None:
         """ Of the rotation that operands a and b of a GEMM share; None where they are not rotated. """
         size = _rotation(a, b)
         kind = next((op.signs for op in (a, b) if op and op.hadamard), "")
@@ -799,8 +805,7 @@ class _Draws:
 
     def outlier(self, x: Tensor, on: Operand | None, dtype: torch.dtype) -> Tensor:
         """ Outlier channels; in the compute dtype where the operand that they belong to is off. """
-        op = self.recipe.outlier
-        return fake_quantize(x, op) if on and isinstance(op, Operand) else x.to(dtype)
+        return outlier_values(x, self.recipe.outlier, dtype) if on else x.to(dtype)
 
 
 # A custom op is opaque to torch.compile: the compiled model calls exactly this code, so it computes exactly
@@ -917,7 +922,7 @@ def linear_backward(
                 fused.native_backward(*arguments, K))
     draws = _Draws(r, counter, layer)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
-    turned = [draws.signs(r.y_x, r.y_w, FIXED_SIGNS) if _inherited(r, op) else None for op in (r.dx_w, r.dw_x)]
+    turned = [draws.signs(r.y_x, r.y_w) if _inherited(r, op) else None for op in (r.dx_w, r.dw_x)]
     if need_dx:
         a = draws.rotate(dy, r.dx_dy, r.dx_w, DX_SIGNS)
         dx = _gemm(draws.round(a, 3, a.dtype), dx_w, bool(r.dx_dy or r.dx_w), dy.dtype)
@@ -996,8 +1001,8 @@ class QuantLinear(nn.Linear):
             raise ValueError("this recipe has no format for outlier channels: "
                              "set Recipe.outlier, or outliers=0")
         _one_of("backend", backend, BACKENDS)
-        self.recipe, self.layer, self.backend = recipe, layer, backend
-        self.recipe_spec = recipe.spec()
+        self.layer, self.backend = layer, backend
+        self.set_recipe(recipe)
         # a layer on its own draws its seed, or two such layers would share their noise
         self.own_counter = counter is None
         self.counter = Counter(int(torch.randint(2**31, (), device="cpu"))) if self.own_counter else counter
@@ -1007,6 +1012,10 @@ class QuantLinear(nn.Linear):
         self.register_buffer("stand_in", None, persistent=False)
         self.split = False
         self.register_load_state_dict_post_hook(_restore_split)
+
+    def set_recipe(self, recipe: Recipe):
+        """ Round by this recipe from now on. """
+        self.recipe, self.recipe_spec = recipe, recipe.spec()
 
     def set_channels(self, channels: Tensor):
         """ Keep these input channels (all of the same -1 for none yet) in the outlier format from now on. """

@@ -7,7 +7,8 @@ To try an idea of your own, add an entry here; a new rounding rule or block form
 quant.py. Oscillation resets (osci.py) and the choice of outlier channels (outliers.py) are training options,
 not part of a recipe; a recipe only says in which format the outlier channels are kept.
 """
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 from quant import TENSOR, Operand, Recipe
 
@@ -107,3 +108,47 @@ RECIPES = {
     # differs: block and scales are NVFP4's, which the summary at hand leaves open
     "ufp4": recipe(_UNIFORM, _UNIFORM, replace(_UNIFORM, rounding="sr")),
 }
+
+
+# -----------------------------------------------------------------------------
+# changes by flags
+
+
+def altered(recipe: Recipe, cfg) -> Recipe:
+    """
+    The recipe with the changes of cfg, a Config: quantizers, rotate, rotate_size, block_w, block_x,
+    scale_rule, backward, outer, align, outlier_format. ValueError where these do not fit each other or the
+    recipe. A recipe that rounds nothing stays what it is.
+    """
+    if not any(recipe.operands):
+        return recipe
+    ops = {field.name: op for field, op in zip(fields(recipe), recipe.operands) if op}
+    for name, op in ops.items():
+        product, tensor = name.split("_")
+        new = {"hadamard": _rotation(recipe, product, cfg)}
+        if block := {"w": cfg.block_w, "x": cfg.block_x}.get(tensor):
+            new["block"] = tuple(int(n) for n in block.split("x"))
+        if cfg.outer:
+            new["outer"] = TENSOR if cfg.outer == "tensor" else int(cfg.outer)
+        if product == "y" and new["hadamard"] and op.signs == "fresh":
+            # evaluation has to see the function that was trained
+            new["signs"] = "fixed"
+        if product != "y":
+            changed = cfg.backward not in ("", op.rounding) and op.scale != "e8m0"
+            new |= {"rounding": cfg.backward or op.rounding,
+                    "rule": cfg.scale_rule or ("" if changed else op.rule)}
+        ops[name] = replace(op, **new)
+    align = recipe.align if cfg.align == "" else cfg.align == "true"
+    outlier = {"": recipe.outlier, "mxfp8": MXFP8, "bf16": "bf16"}[cfg.outlier_format]
+    numbers = [int(n) for n in cfg.quantizers.split(",") if n]
+    return Recipe(**ops, align=align, outlier=outlier).only(numbers)
+
+
+def _rotation(recipe: Recipe, product: str, cfg) -> int:
+    """ How many values the operands of a product (y, dx or dw) are to be rotated by. """
+    sizes = {op.hadamard for name, op in zip(fields(recipe), recipe.operands)
+             if name.name.startswith(product) and op}
+    size = max(sizes, default=0)
+    if cfg.rotate:
+        size = (size or cfg.rotate_size or 16) if product in cfg.rotate.split(",") else 0
+    return cfg.rotate_size or size if size else 0

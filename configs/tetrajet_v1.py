@@ -2,7 +2,7 @@
 #
 #   python train.py configs/tetrajet_v1.py --seed=1
 #
-# MXFP4 with scales that clip nothing, six quantizers, stochastic in backward. Made for vision transformers; its
-# Q-EMA is --osci=qema.
+# MXFP4 with scales that clip nothing, six quantizers, stochastic in backward. Made for vision transformers;
+# its Q-EMA is --osci=qema.
 
 recipe = "tetrajet_v1"

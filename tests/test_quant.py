@@ -308,7 +308,7 @@ def e8m0_exponent(rule: str, block: np.ndarray, grid_max: float, size: int) -> i
 
 
 def nearest_scale(s: np.float32, op: Operand) -> int:
-    """ The byte of the E4M3 or UE5M3 scale nearest to s, ties to even; of the smallest not below for "up". """
+    """ The byte of the E4M3 or UE5M3 scale nearest to s, ties to even; for "up" the smallest not below. """
     values = GRID_VALUES["e4m3"] if op.scale == "e4m3" else UE5M3
     s = min(s, values[-1])
     above = int(np.searchsorted(values, s))
@@ -354,7 +354,8 @@ def model(x: np.ndarray, op: Operand, ours: np.ndarray) -> dict[str, np.ndarray]
                     outer[i, j] = fate / f(256 if op.rule == "4/6" else scales[-1]) / top
                 tops = (top, f(4)) if op.rule == "4/6" else (top,)
                 amax = np.abs(block).max()
-                bytes_ = [1 if op.scale == "none" else nearest_scale(amax / outer[i, j] / t, op) for t in tops]
+                bytes_ = [1 if op.scale == "none" else nearest_scale(amax / outer[i, j] / t, op)
+                          for t in tops]
                 options = [scales[byte] * outer[i, j] for byte in bytes_]
             rounded = [at(scale, block) for scale in options]
             errors = [np.square(v.astype(np.float64) - block).sum() for _, v in rounded]

@@ -1,6 +1,6 @@
 """
-What defines each recipe, seen from outside: the tensors that its three GEMMs multiply. Every docstring names a
-bug that the test would catch.
+What defines each recipe, seen from outside: the tensors that its three GEMMs multiply. Every docstring names
+a bug that the test would catch.
 """
 from dataclasses import replace
 
@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import data
+import eval as evaluation
 import quant
+import train
+from config import ConfigError, parse
+from eval import recipe_of
 from quant import (FIXED_SIGNS, GRIDS, TENSOR, Counter, Operand, QuantLinear, Recipe, fake_quantize,
                    hadamard, quantize, random_signs, uniform)
 from recipes import NVFP4, RECIPES, SQUARE
+from test_train import WINDOWS, assert_same, go, last_state, learned, rows, shards, tiny  # noqa: F401
 
 T, K, N = 64, 96, 80
 NAMES = ("x", "w", "dy", "wt", "dyt", "xt")
@@ -115,7 +121,7 @@ def test_mxfp8_clips_nothing(monkeypatch):
                                          ("four_over_six", "dy dyt"), ("fp4_all_the_way", "dy dyt xt"),
                                          ("ue5m3", "dy dyt"), ("ufp4", "dy dyt")))
 def test_where_the_noise_is(name, noisy, monkeypatch):
-    """ Catches stochastic rounding on a weight or an activation where the paper warns of it, and none on dY. """
+    """ Catches stochastic rounding on a weight or an activation where the paper warns of it, none on dY. """
     a, b = (multiplied(monkeypatch, RECIPES[name], step=step) for step in (5, 6))
     assert [o for o in NAMES if not torch.equal(a[o], b[o])] == noisy.split()
 
@@ -134,8 +140,8 @@ def test_squares_give_both_gemms_one_weight(name, dtype, monkeypatch):
 
 
 def test_nvidia_rotates_dw_alone_by_one_vector(monkeypatch):
-    """ Catches signs that change with step, micro-step, layer or rank, or that no seed changes; a rotated dX. """
-    recipe = RECIPES["nvidia"].only([1, 2, 3, 4, 6])            # Q5 off: its operand shows the rotation itself
+    """ Catches signs that change with step, layer or rank, or that no seed changes; a rotated dX. """
+    recipe = RECIPES["nvidia"].only([1, 2, 3, 4, 6])    # Q5 off: its operand shows the rotation itself
     start = Counter(1).state
     signs = random_signs(16, start, 0, FIXED_SIGNS)
     rotated = hadamard(randn(T, N, seed=1).t().contiguous(), signs)
@@ -232,7 +238,7 @@ def test_gradients_of_a_rotated_forward_are_turned_back(signs, monkeypatch):
 
 
 def test_a_rotated_forward_refuses_fresh_signs_and_outlier_channels():
-    """ Catches an evaluation that sees another function than training, and channels that a rotation mixed. """
+    """ Catches an evaluation that sees another function than training, and channels that were mixed. """
     turned = replace(NVFP4, hadamard=16, signs="none")
     with pytest.raises(ValueError, match="rotate alike at every step"):
         Recipe(y_x=replace(turned, signs="fresh"))
@@ -247,3 +253,161 @@ def test_the_kernels_leave_new_recipes_to_the_reference():
     for name in ("nvidia", "four_over_six", "ue5m3", "ufp4", "fp8"):
         assert name not in known and "\n" not in RECIPES[name].no_kernel()
     assert Recipe(SQUARE, SQUARE).no_kernel() == ""
+
+
+# -----------------------------------------------------------------------------
+# changes by flags
+
+
+def changed(recipe: str, *flags: str) -> Recipe:
+    return recipe_of(parse([f"--recipe={recipe}", *flags]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_flag_changes_nothing(name):
+    """ Catches a neutral default that is not neutral. """
+    assert changed(name) == RECIPES[name]
+
+
+BASE = RECIPES["tetrajet_base"]
+BACKWARD = ("dx_dy", "dx_w", "dw_dy", "dw_x")
+
+
+def with_fields(recipe: Recipe, names: tuple[str, ...], **new) -> Recipe:
+    return replace(recipe, **{name: replace(getattr(recipe, name), **new) for name in names})
+
+
+@pytest.mark.parametrize("flag, expected", (
+    ("--quantizers=1,2", BASE.only([1, 2])),
+    ("--rotate=dx", with_fields(BASE, ("dw_dy", "dw_x"), hadamard=0)),
+    ("--rotate=none", with_fields(BASE, BACKWARD, hadamard=0)),
+    ("--rotate_size=64", with_fields(BASE, BACKWARD, hadamard=64)),
+    ("--rotate=y,dx,dw", with_fields(BASE, ("y_x", "y_w"), hadamard=16, signs="fixed")),
+    ("--block_w=16x16", with_fields(BASE, ("y_w", "dx_w"), block=(16, 16))),
+    ("--block_x=1x32", with_fields(BASE, ("y_x", "dw_x"), block=(1, 32))),
+    ("--scale_rule=17/16", with_fields(BASE, BACKWARD, rule="17/16")),
+    ("--backward=rtn", with_fields(BASE, BACKWARD, rounding="rtn", rule="nearest")),
+    ("--backward=sr", BASE),
+    ("--outer=tensor", with_fields(BASE, ("y_x", "y_w", *BACKWARD), outer=TENSOR)),
+    ("--align=false", replace(BASE, align=False)),
+    ("--outlier_format=bf16", replace(BASE, outlier="bf16")),
+    ("--outlier_format=mxfp8", RECIPES["tetrajet_full"]),
+))
+def test_each_flag_changes_its_own_fields(flag, expected):
+    """ Catches a flag that reaches an operand too many or too few, and one that does nothing. """
+    assert changed("tetrajet_base", flag) == expected
+
+
+def test_flags_together_make_the_released_recipe():
+    """ Catches flags that undo each other. """
+    assert changed("tetrajet_base", "--scale_rule=nearest",
+                   "--outlier_format=mxfp8") == RECIPES["tetrajet_released"]
+    nvidia = changed("nvidia", "--rotate=dw,dx", "--rotate_size=128", "--backward=sr", "--outer=128")
+    assert [op.hadamard for op in nvidia.operands] == [0, 0, 128, 128, 128, 128]
+    assert [op.rule for op in nvidia.operands] == ["nearest"] * 3 + ["up"] + ["nearest"] + ["up"]
+
+
+@pytest.mark.parametrize("flags, message", (
+    (["--keep=mlp"], "type some of attn.qkv"),
+    (["--keep=mlp.up,mlp.up"], "each once"),
+    (["--keep_last=0.2"], "type --keep_last=0.5"),
+    (["--bf16_forward=1"], "leaves no step"),
+    (["--bf16_forward=0.5", "--osci=full"], "type --osci=off"),
+    (["--rotate=dz"], "type some of y,dx,dw"),
+    (["--rotate_size=12"], "power of two"),
+    (["--rotate_size=16", "--rotate=none"], "--rotate_size=0"),
+    (["--block_w=16"], "type rows x columns"),
+    (["--block_x=0x16"], "type rows x columns"),
+    (["--scale_rule=ceil"], "type one of nearest, up, 17/16"),
+    (["--backward=up"], "type one of rtn, sr"),
+    (["--outer=64"], "type one of 128, tensor"),
+    (["--align=yes"], "type one of true, false"),
+    (["--outlier_format=fp8"], "type one of mxfp8, bf16"),
+    (["--recipe=mxfp4", "--outer=tensor"], "outer=0; leave such a flag out"),
+    (["--recipe=tetrajet_v1", "--scale_rule=up"], "ceil, floor, quest"),
+    (["--recipe=tetrajet_full", "--rotate=y"], "no outlier channels"),
+    (["--recipe=nvfp4", "--block_w=1x48", "--outer=128"], "multiple of the block's 48 columns"),
+    (["--recipe=nvfp4", "--outlier_frac=0.1"], "no format for outlier channels"),
+))
+def test_a_flag_that_makes_no_sense_is_one_line(flags, message):
+    """ Catches a traceback, and a change that is dropped in silence. """
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")) as error:
+        recipe_of(parse(["--recipe=tetrajet_base"] * (not any("--recipe" in f for f in flags)) + flags))
+    assert "\n" not in str(error.value)
+
+
+CHANGED = (["--keep=mlp.down"], ["--keep=attn.qkv,attn.out,mlp.up"], ["--rotate=none"],
+           ["--rotate=y,dx,dw", "--rotate_size=32"], ["--block_w=16x16", "--block_x=16x16"],
+           ["--backward=rtn"], ["--outer=tensor", "--align=false", "--scale_rule=17/16"],
+           ["--outlier_format=bf16", "--outlier_frac=0.1", "--outlier_start=0.1", "--outlier_window=0.3"])
+
+
+@pytest.mark.parametrize("flags", CHANGED, ids=" ".join)
+def test_a_changed_recipe_trains(flags, go):
+    """ Catches a change that the linear cannot carry out. """
+    _, printed = go("r", "--recipe=tetrajet_base", "--steps=3", *flags)
+    assert "val_loss_fp4" in printed
+
+
+def test_kept_layers_are_plain(shards):
+    """ Catches a kept layer that still rounds, has outlier channels or is watched; and the wrong layers. """
+    def trainer(*flags):
+        return train.Trainer(parse(tiny(shards, "--recipe=tetrajet_full", "--outlier_frac=0.1", "--n_layer=3",
+                                        "--osci=watch", *WINDOWS[1:], *flags)), data.open_corpus(str(shards)))
+
+    def plain(t):
+        return {name for name, layer in t.layers.items() if not any(layer.recipe.operands)}
+
+    t = trainer("--keep=mlp.down,attn.qkv", "--keep_last=0.3")
+    last = {f"blocks.2.{kind}" for kind in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")}
+    kept = last | {f"blocks.{i}.{kind}" for i in (0, 1) for kind in ("attn.qkv", "mlp.down")}
+    assert plain(t) == kept and all(t.layers[name].channels.numel() == 0 for name in kept)
+    assert set(t.osci.layers) == set(t.outliers.layers) == set(t.layers) - kept
+    # the run is still one of this recipe
+    assert t.recipe == RECIPES["tetrajet_full"] and t.rounds and t.state()["recipe"] == t.recipe.spec()
+    t.train_step()
+
+
+def test_the_forward_pass_goes_back_to_bf16(go):
+    """
+    Catches a switch at another step, one that a resumed run or an evaluation forgets, and one that turns off
+    the backward pass as well.
+    """
+    flags = ("--recipe=nvidia", "--bf16_forward=0.5", "--eval_every=1")
+    folder, printed = go("a", *flags)
+    assert "step 10: the forward pass is not rounded from now on" in printed
+    losses = {int(row["step"]): (row["val_loss_fp4"], row["val_loss_bf16"]) for row in rows(folder)
+              if row["val_loss_fp4"]}
+    assert all((fp4 == bf16) == (step >= 10) for step, (fp4, bf16) in losses.items()) and len(losses) == 20
+    # interrupted before and after the switch
+    for at in (6, 13):
+        go(f"b{at}", *flags, f"--stop_at={at}")
+        resumed, printed = go(f"b{at}", *flags)
+        assert (f"step {max(at, 10)}: the forward pass" in printed)
+        assert_same(learned(last_state(resumed)), learned(last_state(folder)))
+    model = evaluation.load_checkpoint(folder, "cpu")[0]
+    layer = next(m for m in model.modules() if isinstance(m, QuantLinear))
+    assert layer.recipe == RECIPES["nvidia"].only([3, 4, 5, 6])
+
+
+def test_outlier_channels_in_bf16_are_not_rounded():
+    """ Catches a format that is a string and is dropped, or taken for MXFP8, in forward or in dW. """
+    recipe = replace(RECIPES["tetrajet_base"], outlier="bf16")
+    assert Recipe.from_spec(recipe.spec()) == recipe
+    linear = QuantLinear(K, N, False, recipe=recipe.only([1, 2, 6]), layer=3, counter=Counter(1), outliers=5)
+    linear.set_channels(torch.tensor([1, 7, 8, 50, 95]))
+    x = torch.zeros(T, K)
+    x[:, linear.channels] = randn(T, 5)
+    x.requires_grad_()
+    y = linear(x)
+    assert torch.allclose(y, x @ linear.weight.t(), rtol=0, atol=1e-6)
+    y.backward(randn(T, N, seed=1))
+    assert torch.allclose(linear.weight.grad[:, linear.channels],
+                          (randn(T, N, seed=1).t() @ x)[:, linear.channels], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ("mxfp8", "ufp4"))
+def test_osci_refuses_weights_that_are_no_e2m1(recipe, shards):
+    """ Catches a traceback from a grid whose thresholds OsciReset does not know. """
+    with pytest.raises(ConfigError, match="type --osci=off"):
+        train.Trainer(parse(tiny(shards, f"--recipe={recipe}", "--osci=full")), data.open_corpus(str(shards)))

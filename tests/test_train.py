@@ -704,7 +704,7 @@ def test_what_cannot_act_is_said(go):
     """
     _, printed = go("r", "--recipe=tetrajet_full", "--steps=2", "--outlier_frac=0.001",
                     "--eval_tokens=100_000")
-    assert "none is kept in FP8" in printed and "fewer than eval_tokens = 100,000" in printed
+    assert "none is kept out of FP4" in printed and "fewer than eval_tokens = 100,000" in printed
 
 
 def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
