@@ -53,6 +53,7 @@ RTN = {
     "4/6 16x16": replace(NEAREST, rule="4/6", block=(16, 16), outer=TENSOR),
     "uniform": replace(NEAREST, grid="e1m2"),
     "ue5m3": replace(NEAREST, scale="ue5m3"),
+    "ue5m3, no outer": replace(NEAREST, scale="ue5m3", outer=0),
     "ue5m3 up": replace(NEAREST, scale="ue5m3", rule="up", outer=TENSOR),
     "fp8 per tensor": Operand(grid="e4m3", block=(1, 128), scale="none", outer=TENSOR),
     "fp8 per 128": Operand(grid="e5m2", block=(1, 128), scale="none"),
