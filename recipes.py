@@ -152,3 +152,33 @@ def _rotation(recipe: Recipe, product: str, cfg) -> int:
     if cfg.rotate:
         size = (size or cfg.rotate_size or 16) if product in cfg.rotate.split(",") else 0
     return cfg.rotate_size or size if size else 0
+
+
+# -----------------------------------------------------------------------------
+# the table in the README
+
+
+def described(op: Operand | str | None) -> str:
+    """ An operand in a few words: grid, block, what shares an outer scale, scale and rule, sr, rotation. """
+    if not isinstance(op, Operand):
+        return op or "-"
+    words = [op.grid, f"{op.block[0]}x{op.block[1]}"] if op.scale != "none" else [op.grid]
+    words += {0: [], TENSOR: ["in tensor"]}.get(op.outer, [f"in {op.outer}"])
+    words += [op.scale, op.rule] if op.scale != "none" else []
+    words += ["sr"] if op.stochastic else []
+    if op.hadamard:
+        words.append(f"H{op.hadamard}" + {"fresh": "", "fixed": " fixed", "none": " plain"}[op.signs])
+    return " ".join(words)
+
+
+def table() -> str:
+    """ RECIPES as a table in Markdown, a row for each recipe and a column for each operand. """
+    head = ["recipe", "X", "W", "dY", "Wᵀ", "dYᵀ", "Xᵀ", "Wᵀ, Xᵀ from", "outlier channels"]
+    rows = [[f"`{name}`", *map(described, r.operands),
+             "-" if not any(r.operands) else "Q2(W), Q1(X)" if r.align else "W, X", described(r.outlier)]
+            for name, r in RECIPES.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -14,7 +14,7 @@ import eval
 import plot
 import sweep
 from config import Config
-from recipes import RECIPES
+from recipes import RECIPES, table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -142,6 +142,13 @@ def test_the_operand_table_is_tetrajet_base():
         assert product.lower() == name.split("_")[0]
         assert stored.strip("()").split(", ")[1] == axes[product], name
         assert made_from == (plain | aligned)[name]
+
+
+def test_the_table_of_recipes_is_printed_from_the_code():
+    """ Catches: a recipe that was added or changed, and not in the table. """
+    shown = re.search(r"<!-- recipes -->\n(.*?)<!-- end of recipes -->\n", README, re.DOTALL)[1]
+    assert shown == table(), "put what `python recipes.py` prints between the markers of the README"
+    assert shown.count("\n") == len(RECIPES) + 2
 
 
 def test_the_output_shown_is_that_of_the_program():
