@@ -267,7 +267,7 @@ E8M0_SMALLEST = 2.0**-127  # E8M0 has no zero: a block of zeros stores this
 RULES = {                  # format of the inner scale -> how it can be rounded
     "e4m3": ("nearest", "up", "17/16", "4/6"),
     "ue5m3": ("nearest", "up", "17/16", "4/6"),
-    "e8m0": ("ceil", "floor", "quest"),
+    "e8m0": ("ceil", "floor", "quest", "3/4"),
     "none": ("max",),
 }
 
@@ -293,6 +293,8 @@ class Operand:
               e8m0:  ceil     2^ceil(log2(max / grid max)): nothing clips            [TetraJet v1, 2502.20853]
                      floor    2^(floor(log2 max) - floor(log2 grid max))             [OCP MX specification]
                      quest    2^floor(log2(2.92247856 / grid max * rms))             [Quartet, 2505.14669]
+                     3/4      floor / (3/4): nothing clips. Under rtn, values are then 1.009276 times as
+                              large, which makes up for what rounding shortens, in the mean   [Quartet, v4]
               none:  max      the outer scale is max / grid max
               "" picks nearest for rtn and up for sr (e4m3, ue5m3), ceil (e8m0), max (none)
     rounding  rtn (nearest, ties to even) or sr (stochastic)
@@ -451,14 +453,17 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     c = _grid_values(blocks, _full_scale(inner, outer, op), op, noise)
     if op.rule == "4/6":
         c, inner = _four_over_six(blocks, amax, c, inner, outer, op, noise)
+    if op.rule == "3/4" and not op.stochastic:
+        outer = outer * 1.009276
     return _from_blocks(c, x.shape), inner, outer
 
 
 def _grid_values(blocks: Tensor, scale: Tensor, op: Operand, noise: Tensor | None) -> Tensor:
     """ Blocks (R, rows, C, columns) rounded at their scales (R, C) -> signed grid values. """
-    # code 0 where the scale is NaN, zero, or E8M0's stand-in for zero, which no block that counts can reach
+    # code 0 where the scale is NaN, zero, or E8M0's stand-in for zero, perhaps times 4/3, which no block that
+    # counts can reach
     # (R, C): one exact division per block
-    inv_scale = torch.where(scale > E8M0_SMALLEST, 1.0 / scale, 0.0)
+    inv_scale = torch.where(scale > 2 * E8M0_SMALLEST, 1.0 / scale, 0.0)
     y = blocks * inv_scale[:, None, :, None]
     # what rounds to zero keeps its sign
     return round_to_grid(y, GRIDS[op.grid], noise).copysign_(blocks)
@@ -485,7 +490,9 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand, top: float = 0.0) -> tupl
     fate = outer_amax if op.outer == 0 else _spread(outer_amax, amax.shape, op)
     amax = torch.where(fate < TINY, 0.0, amax)
     if op.scale == "e8m0":
-        return torch.where(fate.isfinite(), _power_of_two(blocks, amax, op), math.nan), None
+        # 3/4 is no power of two, so its inverse is an outer scale; 1 / (4/3) in float32 is 3/4 exactly
+        outer = amax.new_full((), 4 / 3) if op.rule == "3/4" else None
+        return torch.where(fate.isfinite(), _power_of_two(blocks, amax, op), math.nan), outer
 
     outer, grid = None, SCALES.get(op.scale)
     if op.outer:
@@ -622,6 +629,19 @@ def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.reshape(R * rows, C * columns)[:M, :K].reshape(shape).contiguous()
 
 
+def trust_mask(x: Tensor, op: Operand) -> Tensor:
+    """
+    Where quantize(x, op) clips nothing: bool, shape of x.
+
+    source  Quartet, arXiv 2505.14669: the mask |x / s| < 6 of its QuEST quantizer
+    differs a value that a scale of zero rounds to zero was not clipped, and is trusted
+    """
+    c, inner, outer = _round(x, op, None)
+    blocks, top = _to_blocks(_rows(x.float()), op), GRIDS[op.grid].max
+    beyond = blocks.abs() >= (top * _full_scale(inner, outer, op))[:, None, :, None]
+    return (c.abs() < top) | ~_from_blocks(beyond, x.shape)
+
+
 def pack(code: Tensor) -> Tensor:
     """
     E2M1 codes (..., K) -> two to a byte along K, (..., K/2 rounded up); the even column in the low nibble.
@@ -662,6 +682,7 @@ class Recipe:
               is that of the function the forward pass really computed; False rounds the originals
     outlier   format of the outlier channels that OutControl picked (outliers.py), "bf16" for the compute
               dtype
+    trust     an entry of X or W that the forward pass clipped gets no gradient: Quartet's trust mask
 
     Where the forward pass rotates, Q2(W) and Q1(X) are rounded in rotated coordinates; gradients that are
     made from them are turned back. Its signs cannot be fresh: evaluation has to see the function that was
@@ -675,6 +696,7 @@ class Recipe:
     dw_x: Operand | None = None
     align: bool = True
     outlier: Operand | str | None = None
+    trust: bool = False
 
     def __post_init__(self):
         for a, b, gemm in (
@@ -703,6 +725,8 @@ class Recipe:
 
     def no_kernel(self) -> str:
         """ What of this recipe the reference alone computes, "" for nothing that is known here. """
+        if self.trust:
+            return "no kernel for trust masks"
         if isinstance(self.outlier, str):
             return f"no kernel for outlier channels in {self.outlier}"
         for number, op in enumerate(self.operands, 1):
@@ -738,9 +762,16 @@ def _inherited(r: Recipe, op: Operand | None) -> int:
     return _rotation(r.y_x, r.y_w) if op and r.align else 0
 
 
-def _turn_back(grad: Tensor, signs: Tensor | None, K: int) -> Tensor:
-    """ A gradient (M, K up to whole blocks) in the coordinates of hadamard(signs) -> in its own, (M, K). """
-    if signs is None:
+def _turn_back(grad: Tensor, signs: Tensor | None, turned: bool, trust: Tensor, K: int) -> Tensor:
+    """
+    A gradient (M, K), or, if turned, (M, K up to whole blocks) in the coordinates of hadamard(signs) -> the
+    gradient (M, K) in its own coordinates. Where trust, in the forward's coordinates, is false, it is zero.
+    """
+    if trust.numel():
+        if signs is not None and not turned:
+            grad, turned = hadamard(grad, signs), True
+        grad = grad * trust
+    if signs is None or not turned:
         return grad
     # the Hadamard matrix is its own inverse; the signs come last
     return (hadamard(grad, torch.ones_like(signs)).unflatten(-1, (-1, len(signs))) * signs).flatten(-2)[:, :K]
@@ -820,22 +851,26 @@ def linear_forward(
     recipe: str,        # Recipe.spec()
     save: bool,         # also return what backward needs
     backend: str,       # reference, emulate or native; the latter two are fused.py's
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
-    Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), counter.
+    Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), trust masks
+    of X (T, K) and W (N, K), counter. What is not needed is empty; K is that of rotated X where X is rotated.
     The native back end returns each of the three as one buffer of codes and scales.
     """
     r = Recipe.from_spec(recipe)
     if backend != "reference":
         import fused
         run = fused.emulate_forward if backend == "emulate" else fused.native_forward
-        return *run(r, x, weight, channels, counter, layer, save), counter.clone()
+        masks = [x.new_empty(0, dtype=torch.bool) for _ in range(2)]
+        return *run(r, x, weight, channels, counter, layer, save), *masks, counter.clone()
     draws = _Draws(r, counter, layer)
     split, dtype = channels.numel() > 0, x.dtype
 
     x4, w4 = (_zero_columns(x, channels), _zero_columns(weight, channels)) if split else (x, weight)
-    x_hat, w_hat = (draws.round(draws.rotate(t, r.y_x, r.y_w), number, dtype)
-                    for number, t in ((1, x4), (2, w4)))
+    turned = [draws.rotate(t, r.y_x, r.y_w) for t in (x4, w4)]
+    x_hat, w_hat = (draws.round(t, number, dtype) for number, t in enumerate(turned, 1))
+    masks = [trust_mask(t, op) if r.trust and op and save else x.new_empty(0, dtype=torch.bool)
+             for t, op in zip(turned, (r.y_x, r.y_w))]
     x8 = w8 = x.new_empty(0, dtype=torch.float32)
     if split:
         x8, w8 = (draws.outlier(t[:, channels], op, dtype) for t, op in ((x, r.y_x), (weight, r.y_w)))
@@ -843,7 +878,7 @@ def linear_forward(
     else:
         y = _gemm(x_hat, w_hat, bool(r.y_x or r.y_w), dtype)
     if not save:
-        return (y, *(x.new_empty(0, dtype=torch.float32) for _ in range(3)), counter.clone())
+        return (y, *(x.new_empty(0, dtype=torch.float32) for _ in range(3)), *masks, counter.clone())
 
     # The backward operands that need no dY are made here, while the rounded W and X are at hand,
     # and only they are kept: on hardware that is 4.75 bits a value instead of 16.
@@ -865,7 +900,7 @@ def linear_forward(
     if split:
         dw_x8 = _transpose(x8 if r.dw_x and r.align else x[:, channels])
         dw_x8 = draws.outlier(dw_x8, r.dw_x, torch.float32).float()
-    return y, dx_w, dw_x, dw_x8, counter.clone()
+    return y, dx_w, dw_x, dw_x8, *masks, counter.clone()
 
 
 def _transpose(x: Tensor) -> Tensor:
@@ -895,7 +930,10 @@ def _(x, weight, channels, counter, layer, recipe, save, backend):
                            dtype=torch.float32 if exact else x.dtype)
 
     saved = [operand(i, *shape) for i, shape in enumerate(shapes)]
-    return x.new_empty(T, N), *saved, torch.empty_like(counter)
+    width = K + (-K % turn if (turn := _rotation(r.y_x, r.y_w)) else 0)
+    masks = [x.new_empty((rows, width) if r.trust and op and save else 0, dtype=torch.bool)
+             for rows, op in ((T, r.y_x), (N, r.y_w))]
+    return x.new_empty(T, N), *saved, *masks, torch.empty_like(counter)
 
 
 @torch.library.custom_op("nvfp4::linear_backward", mutates_args=())
@@ -904,6 +942,8 @@ def linear_backward(
     dx_w: Tensor,       # (K, N), rotated and rounded by the forward pass
     dw_x: Tensor,       # (K, T), likewise
     dw_x8: Tensor,      # (C, T), the outlier channels' activations in FP8
+    trust_x: Tensor,    # (T, K), trust mask of X, empty without
+    trust_w: Tensor,    # (N, K), of W
     channels: Tensor,   # (C,)
     counter: Tensor,    # (4,), as it was in the forward pass
     layer: int,
@@ -922,16 +962,16 @@ def linear_backward(
                 fused.native_backward(*arguments, K))
     draws = _Draws(r, counter, layer)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
-    turned = [draws.signs(r.y_x, r.y_w) if _inherited(r, op) else None for op in (r.dx_w, r.dw_x)]
+    signs = draws.signs(r.y_x, r.y_w)
     if need_dx:
         a = draws.rotate(dy, r.dx_dy, r.dx_w, DX_SIGNS)
         dx = _gemm(draws.round(a, 3, a.dtype), dx_w, bool(r.dx_dy or r.dx_w), dy.dtype)
-        dx = _turn_back(dx, turned[0], K).to(dy.dtype)
+        dx = _turn_back(dx, signs, _inherited(r, r.dx_w) > 0, trust_x, K).to(dy.dtype)
     if need_dw:
         dyt = _transpose(dy)
         a = draws.rotate(dyt, r.dw_dy, r.dw_x, DW_SIGNS)
         dw = _gemm(draws.round(a, 5, a.dtype), dw_x, bool(r.dw_dy or r.dw_x), dy.dtype)
-        dw = _turn_back(dw, turned[1], K).to(dy.dtype)
+        dw = _turn_back(dw, signs, _inherited(r, r.dw_x) > 0, trust_w, K).to(dy.dtype)
         if channels.numel():
             dy8 = draws.outlier(dyt, r.dw_dy, dy.dtype)
             dw = dw.index_copy(1, channels, _gemm(dy8, dw_x8, bool(r.dw_dy or r.dw_x), dy.dtype))
@@ -939,7 +979,8 @@ def linear_backward(
 
 
 @linear_backward.register_fake
-def _(dy, dx_w, dw_x, dw_x8, channels, counter, layer, recipe, need_dx, need_dw, backend, K):
+def _(dy, dx_w, dw_x, dw_x8, trust_x, trust_w, channels, counter, layer, recipe, need_dx, need_dw, backend,
+      K):
     dx = dy.new_empty(dy.shape[0], K) if need_dx else dy.new_empty(0)
     dw = dy.new_empty(dy.shape[1], K) if need_dw else dy.new_empty(0)
     return dx, dw
@@ -952,10 +993,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dy, *_):
-    dx_w, dw_x, dw_x8, counter, channels = ctx.saved_tensors
+    dx_w, dw_x, dw_x8, trust_x, trust_w, counter, channels = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
-    dx, dw = linear_backward(dy.contiguous(), dx_w, dw_x, dw_x8, channels, counter, ctx.layer, ctx.recipe,
-                             need_dx, need_dw, ctx.backend, ctx.K)
+    dx, dw = linear_backward(dy.contiguous(), dx_w, dw_x, dw_x8, trust_x, trust_w, channels, counter,
+                             ctx.layer, ctx.recipe, need_dx, need_dw, ctx.backend, ctx.K)
     dw = dw.to(ctx.weight_dtype) if need_dw else None
     return dx if need_dx else None, dw, None, None, None, None, None, None
 
