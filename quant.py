@@ -265,7 +265,7 @@ E8M0_SMALLEST = 2.0**-127  # E8M0 has no zero: a block of zeros stores this
 
 
 RULES = {                  # format of the inner scale -> how it can be rounded
-    "e4m3": ("nearest", "up", "17/16", "4/6"),
+    "e4m3": ("nearest", "up", "17/16", "4/6", "eden"),
     "ue5m3": ("nearest", "up", "17/16", "4/6"),
     "e8m0": ("ceil", "floor", "quest", "3/4"),
     "none": ("max",),
@@ -290,14 +290,18 @@ class Operand:
                      4/6      nearest, the maximum at 6 or at 4, whichever has the smaller squared error; the
                               scale's own maximum counts as 256; sr has the head-room of 17/16 and is biased
                               by the choice                                      [Four Over Six, 2512.02010]
+                     eden     nearest, for rounding eden: 6 becomes 6 * 16/17 / .93, which clips a little, and
+                              the scale's own maximum counts as 256            [Quartet II, 2601.22813]
               e8m0:  ceil     2^ceil(log2(max / grid max)): nothing clips            [TetraJet v1, 2502.20853]
                      floor    2^(floor(log2 max) - floor(log2 grid max))             [OCP MX specification]
                      quest    2^floor(log2(2.92247856 / grid max * rms))             [Quartet, 2505.14669]
                      3/4      floor / (3/4): nothing clips. Under rtn, values are then 1.009276 times as
                               large, which makes up for what rounding shortens, in the mean   [Quartet, v4]
               none:  max      the outer scale is max / grid max
-              "" picks nearest for rtn and up for sr (e4m3, ue5m3), ceil (e8m0), max (none)
-    rounding  rtn (nearest, ties to even) or sr (stochastic)
+              "" picks nearest for rtn and up for sr (e4m3, ue5m3), ceil (e8m0), max (none), eden for eden
+    rounding  rtn (nearest, ties to even), sr (stochastic), or eden: values to nearest, then each block's
+              scale is corrected and rounded stochastically. With half the error of sr, and no bias over
+              random rotations; almost none over those that random signs make  [Quartet II, 2601.22813]
     hadamard  rotate blocks of this many values along the summed axis before rounding;
               0 for none. quantize() does not rotate by itself: the two operands of a GEMM share
               one sign vector, which the linear draws
@@ -317,10 +321,10 @@ class Operand:
         object.__setattr__(self, "block", tuple(self.block))
         _one_of("grid", self.grid, GRIDS)
         _one_of("scale", self.scale, RULES)
-        _one_of("rounding", self.rounding, ("rtn", "sr"))
+        _one_of("rounding", self.rounding, ("rtn", "sr", "eden"))
         _one_of("signs", self.signs, ("fresh", "fixed", "none"))
         if not self.rule:
-            usual = "up" if self.rounding == "sr" else "nearest"
+            usual = {"rtn": "nearest", "sr": "up", "eden": "eden"}[self.rounding]
             object.__setattr__(self, "rule", {"e8m0": "ceil", "none": "max"}.get(self.scale, usual))
         _one_of(f"rule for {self.scale} scales", self.rule, RULES[self.scale])
         if len(self.block) != 2 or min(self.block) < 1:
@@ -334,12 +338,16 @@ class Operand:
             raise ValueError("without an inner scale there has to be an outer one: set outer=TENSOR")
         if self.rule == "4/6" and self.grid != "e2m1":
             raise ValueError(f"rule 4/6 is about the grid values 4 and 6: set grid='e2m1', not {self.grid!r}")
+        if (self.rounding == "eden") != (self.rule == "eden") or self.rule == "eden" and self.grid != "e2m1":
+            raise ValueError("rounding eden, rule eden and grid e2m1 go together: "
+                             f"not {self.rounding}, {self.rule} and {self.grid}")
         if self.hadamard < 0 or self.hadamard & (self.hadamard - 1):
             raise ValueError(f"hadamard is 0 or a power of two, not {self.hadamard}")
 
     @property
     def stochastic(self) -> bool:
-        return self.rounding == "sr"
+        """ Whether it takes noise: sr one number for each value, eden one for each block, its first. """
+        return self.rounding != "rtn"
 
 
 def _one_of(what: str, value: str, allowed):
@@ -453,6 +461,8 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     c = _grid_values(blocks, _full_scale(inner, outer, op), op, noise)
     if op.rule == "4/6":
         c, inner = _four_over_six(blocks, amax, c, inner, outer, op, noise)
+    if op.rounding == "eden":
+        inner = _eden(blocks, c, inner, outer, op, noise)
     if op.rule == "3/4" and not op.stochastic:
         outer = outer * 1.009276
     return _from_blocks(c, x.shape), inner, outer
@@ -460,13 +470,18 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
 
 def _grid_values(blocks: Tensor, scale: Tensor, op: Operand, noise: Tensor | None) -> Tensor:
     """ Blocks (R, rows, C, columns) rounded at their scales (R, C) -> signed grid values. """
-    # code 0 where the scale is NaN, zero, or E8M0's stand-in for zero, perhaps times 4/3, which no block that
+    # what rounds to zero keeps its sign
+    y = _in_scales(blocks, scale)
+    return round_to_grid(y, GRIDS[op.grid], noise if op.rounding == "sr" else None).copysign_(blocks)
+
+
+def _in_scales(blocks: Tensor, scale: Tensor) -> Tensor:
+    """ Blocks (R, rows, C, columns) divided by their scales (R, C). """
+    # 0 where the scale is NaN, zero, or E8M0's stand-in for zero, perhaps times 4/3, which no block that
     # counts can reach
     # (R, C): one exact division per block
     inv_scale = torch.where(scale > 2 * E8M0_SMALLEST, 1.0 / scale, 0.0)
-    y = blocks * inv_scale[:, None, :, None]
-    # what rounds to zero keeps its sign
-    return round_to_grid(y, GRIDS[op.grid], noise).copysign_(blocks)
+    return blocks * inv_scale[:, None, :, None]
 
 
 def _scales(blocks: Tensor, amax: Tensor, op: Operand, top: float = 0.0) -> tuple[Tensor, Tensor | None]:
@@ -475,7 +490,8 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand, top: float = 0.0) -> tupl
     top is the grid value that a block's maximum goes to, 0 for the rule's own.
     """
     grid_max = GRIDS[op.grid].max
-    head_room = 16 / 17 if op.rule == "17/16" or op.rule == "4/6" and op.stochastic else 1.0
+    head_room = {"17/16": 16 / 17, "4/6": 16 / 17 if op.stochastic else 1.0, "eden": 16 / 17 / 0.93}
+    head_room = head_room.get(op.rule, 1.0)
     outer_top, top = grid_max * head_room, (top or grid_max) * head_room
 
     # the largest magnitude that each block shares a fate with:
@@ -496,8 +512,8 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand, top: float = 0.0) -> tupl
 
     outer, grid = None, SCALES.get(op.scale)
     if op.outer:
-        # the largest inner scale; 4/6 leaves room for one that is half as large again
-        reach = 1.0 if grid is None else 256.0 if op.rule == "4/6" else grid.max
+        # the largest inner scale; 4/6 and eden leave room for one that is made larger
+        reach = 1.0 if grid is None else 256.0 if op.rule in ("4/6", "eden") else grid.max
         outer = torch.where(outer_amax < TINY, 1.0, _over(_over(outer_amax, reach), outer_top))
         outer = torch.where(outer_amax.isfinite(), outer, math.nan)
         amax = amax / _spread(outer, amax.shape, op)
@@ -550,6 +566,24 @@ def _four_over_six(blocks: Tensor, amax: Tensor, c: Tensor, inner: Tensor, outer
                       for values, s in ((c, inner), (c_4, inner_4)))
     return (torch.where((error_4 < error)[:, None, :, None], c_4, c),
             torch.where(error_4 < error, inner_4, inner))
+
+
+def _eden(blocks: Tensor, c: Tensor, inner: Tensor, outer: Tensor | None, op: Operand,
+          noise: Tensor) -> Tensor:
+    """
+    Inner scales (R, C) under which blocks rounded to c have the right projection on themselves, in the mean.
+
+    source  MS-EDEN of Quartet II, arXiv 2601.22813: f = <x, x> / <x, v> with v the rounded block, and
+            s' = e4m3(f s), stochastic. Over uniformly random rotations E[v'] = x. Random signs are fewer: the
+            mean is off by 2e-4 of a normal vector, by 3e-3 where one of its 128 values is 30 times as large
+    differs f is that of each 16 values, as in the paper; its code takes a whole rotation's
+            x is in units of the scale, so that no square leaves float32
+    edges   a block that was rounded to zeros keeps its scale
+    """
+    y = _in_scales(blocks, _full_scale(inner, outer, op))
+    norm, projection = _sum(y.square()), _sum(y * c)
+    factor = torch.where(projection > 0, norm / projection, 1.0)
+    return round_to_grid(inner * factor, E4M3, noise[:, 0, :, 0])
 
 
 def _sum(blocks: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ CEIL_SR = replace(CEIL, rounding="sr")
 QUEST = replace(MXFP4, rule="quest", hadamard=32, signs="none")
 QUARTET_BACK = replace(MXFP4, rule="3/4", hadamard=32)
 
+# MS-EDEN, 2601.22813: noise in the scales only, over rotations of 128
+EDEN = Operand(outer=TENSOR, rounding="eden", hadamard=128)
+
 # FP8 with one scale for the tensor, max / grid max, not rounded to a power of two: "current scaling" of
 # TransformerEngine, which gives E4M3 to X and W, E5M2 to gradients
 FP8 = Operand(grid="e4m3", block=(1, 128), scale="none", outer=TENSOR)
@@ -103,6 +106,9 @@ RECIPES = {
     # a normal operand by is 1.0095)
     "quartet": recipe(QUEST, QUEST, *[replace(QUARTET_BACK, rounding="sr")] * 4, align=True, trust=True),
     "quartet_v4": recipe(QUEST, QUEST, *[QUARTET_BACK] * 4, align=True, trust=True),
+
+    # 2601.22813: four-over-six forward; backward MS-EDEN in all four operands, of what the forward rounded
+    "quartet2": recipe(_SIX, _SIX, *[EDEN] * 4, align=True),
 
     # 2509.25149, section 4. differs: no block in bf16 unless --keep_last says so
     "nvidia": recipe(NVFP4, SQUARE, NVFP4_SR, dyt=replace(NVFP4_SR, **_FIXED), xt=replace(NVFP4, **_FIXED)),
@@ -179,7 +185,7 @@ def described(op: Operand | str | None) -> str:
     words = [op.grid, f"{op.block[0]}x{op.block[1]}"] if op.scale != "none" else [op.grid]
     words += {0: [], TENSOR: ["in tensor"]}.get(op.outer, [f"in {op.outer}"])
     words += [op.scale, op.rule] if op.scale != "none" else []
-    words += ["sr"] if op.stochastic else []
+    words += ["sr"] if op.rounding == "sr" else []
     if op.hadamard:
         words.append(f"H{op.hadamard}" + {"fresh": "", "fixed": " fixed", "none": " plain"}[op.signs])
     return " ".join(words)

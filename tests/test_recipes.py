@@ -14,9 +14,9 @@ import quant
 import train
 from config import ConfigError, parse
 from eval import recipe_of
-from quant import (FIXED_SIGNS, GRIDS, TENSOR, Counter, Operand, QuantLinear, Recipe, fake_quantize,
-                   hadamard, quantize, random_signs, uniform)
-from recipes import NVFP4, RECIPES, SQUARE
+from quant import (DW_SIGNS, DX_SIGNS, FIXED_SIGNS, GRIDS, TENSOR, Counter, Operand, QuantLinear, Recipe,
+                   fake_quantize, hadamard, quantize, random_signs, uniform)
+from recipes import EDEN, NVFP4, RECIPES, SQUARE
 from test_train import WINDOWS, assert_same, go, last_state, learned, rows, shards, tiny  # noqa: F401
 
 T, K, N = 64, 96, 80
@@ -122,6 +122,7 @@ def test_mxfp8_clips_nothing(monkeypatch):
 @pytest.mark.parametrize("name, noisy", (("mxfp4", ""), ("nvfp4", ""), ("nvfp4_sr", "dy wt dyt xt"),
                                          ("tetrajet_v1", "dy wt dyt xt"), ("nvidia", "dy dyt"),
                                          ("quartet", "dy wt dyt xt"), ("quartet_v4", "dy wt dyt xt"),
+                                         ("quartet2", "dy wt dyt xt"),
                                          ("four_over_six", "dy dyt"), ("fp4_all_the_way", "dy dyt xt"),
                                          ("ue5m3", "dy dyt"), ("ufp4", "dy dyt")))
 def test_where_the_noise_is(name, noisy, monkeypatch):
@@ -339,6 +340,38 @@ def test_v4_makes_up_for_what_rounding_shortens():
     q = quantize(x, op)
     plain = quant.round_to_grid(x / q.scale().repeat_interleave(32, 1) * 1.009276, GRIDS["e2m1"])
     assert (quant.grid_value(q.code, op) == plain).float().mean() > 0.9999
+
+
+# -----------------------------------------------------------------------------
+# Quartet II
+
+
+def test_quartet2_rounds_again_what_the_forward_pass_rounded(monkeypatch):
+    """
+    Catches Q4 or Q6 of the original, a rotation of 16, noise that two operands share, a forward pass without
+    four-over-six, and a whole gradient that is biased: its mean over steps is that of the rounded tensors.
+    """
+    recipe = RECIPES["quartet2"]
+    seen = multiplied(monkeypatch, recipe)
+    state = layer_of(recipe).counter.state
+    assert torch.equal(seen["x"], fake_quantize(randn(T, K), replace(NVFP4, rule="4/6")))
+    for operand, original, stream, number in (("dy", randn(T, N, seed=1), DX_SIGNS, 3),
+                                              ("wt", seen["w"].t(), DX_SIGNS, 4),
+                                              ("dyt", randn(T, N, seed=1).t(), DW_SIGNS, 5),
+                                              ("xt", seen["x"].t(), DW_SIGNS, 6)):
+        turned = hadamard(original.contiguous(), random_signs(128, state, 3, stream))
+        noise = uniform(turned.shape, state, 3, number)
+        assert torch.equal(seen[operand], fake_quantize(turned, EDEN, noise))
+    linear, x, dy = layer_of(recipe), randn(T, K).requires_grad_(), randn(T, N, seed=1)
+    exact = {"dx": dy @ seen["w"], "dw": dy.t() @ seen["x"]}
+    along = {"dx": [], "dw": []}
+    for step in range(400):
+        linear.counter.set(step)
+        dx, dw = torch.autograd.grad(linear(x), (x, linear.weight), dy)
+        for name, gradient in (("dx", dx), ("dw", dw)):
+            along[name].append(float((gradient * exact[name]).sum() / exact[name].square().sum()))
+    for values in map(torch.tensor, along.values()):
+        assert abs(values.mean() - 1) < 4 * values.std() / 20 < 0.001
 
 
 # -----------------------------------------------------------------------------
