@@ -324,7 +324,7 @@ class Operand:
         _one_of("rounding", self.rounding, ("rtn", "sr", "eden"))
         _one_of("signs", self.signs, ("fresh", "fixed", "none"))
         if not self.rule:
-            usual = {"rtn": "nearest", "sr": "up", "eden": "eden"}[self.rounding]
+            usual = {"sr": "up", "eden": "eden"}.get(self.rounding, "nearest")
             object.__setattr__(self, "rule", {"e8m0": "ceil", "none": "max"}.get(self.scale, usual))
         _one_of(f"rule for {self.scale} scales", self.rule, RULES[self.scale])
         if len(self.block) != 2 or min(self.block) < 1:
@@ -347,7 +347,7 @@ class Operand:
     @property
     def stochastic(self) -> bool:
         """ Whether it takes noise: sr one number for each value, eden one for each block, its first. """
-        return self.rounding != "rtn"
+        return self.rounding in ("sr", "eden")
 
 
 def _one_of(what: str, value: str, allowed):
