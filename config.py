@@ -77,8 +77,24 @@ class Config:
     z_loss: float = 1e-5                # weight of the mean of log(sum(exp(logits)))^2 in the loss; 0 = off
 
     # precision
-    recipe: str = "bf16"                # recipes.py: bf16 | tetrajet_base | tetrajet_full | tetrajet_released
+    recipe: str = "bf16"                # a name in recipes.py: bf16, tetrajet_base, nvidia, ...
     quantizers: str = "1,2,3,4,5,6"     # which of the recipe's quantizers Q1 to Q6 are on; "" = none
+    keep: str = ""                      # in bf16: some of attn.qkv,attn.out,mlp.up,mlp.down; "" = none
+    keep_last: float = 0.0              # share of the blocks, the last ones, whose linears are in bf16
+    bf16_forward: float = 0.0           # fraction of training after which only backward rounds; 0 = never
+
+    # changes to the recipe: "" or 0 = as the recipe says
+    rotate: str = ""                    # products to rotate: none, or some of y,dx,dw
+    rotate_size: int = 0                # values that a rotation mixes, a power of two
+    block_w: str = ""                   # block of W and its transpose, such as 16x16 or 1x16
+    block_x: str = ""                   # block of X and its transpose
+    scale_rule: str = ""                # nearest | up | 17/16: scales of the four backward operands
+    backward: str = ""                  # rtn | sr: rounding of the four backward operands
+    outer: str = ""                     # 128 | tensor: values that share an outer scale
+    align: str = ""                     # true | false: round Q2(W) and Q1(X) in backward, not W and X
+    outlier_format: str = ""            # mxfp8 | bf16: format of the outlier channels
+
+    # outlier channels and oscillation
     outlier_frac: float = 0.0           # share of each layer's input channels kept in MXFP8; 0 = off
     outlier_choice: str = "norm"        # norm | random: those of the largest norms, or, as a control, any
     outlier_start: float = 0.01         # fraction of training at which the choice of channels begins
@@ -288,17 +304,22 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "backend": ("auto", "reference", "emulate", "native"),
     "schedule": ("cosine", "linear"),
+    "scale_rule": ("", "nearest", "up", "17/16"),
+    "backward": ("", "rtn", "sr"),
+    "outer": ("", "128", "tensor"),
+    "align": ("", "true", "false"),
+    "outlier_format": ("", "mxfp8", "bf16"),
     "outlier_choice": ("norm", "random"),
     "osci": ("off", "watch", "full", "topk", "edge", "random", "nearest", "qema", "freeze", "dampen"),
 }
 POSITIVE = """n_layer d_model n_head d_ff seq_len rope_theta norm_eps init_std steps batch_tokens lr decay_end
               adam_eps osci_tau osci_strength eval_tokens""".split()
-FRACTIONS = """warmup decay_end lr_final outlier_frac outlier_start outlier_window outlier_log osci_start
-               osci_period osci_window osci_track osci_decay osci_threshold""".split()
+FRACTIONS = """keep_last bf16_forward warmup decay_end lr_final outlier_frac outlier_start outlier_window
+               outlier_log osci_start osci_period osci_window osci_track osci_decay osci_threshold""".split()
 MOST = {    # a seed fits any counter; what is not listed ends at LARGEST
     "seed": 2**31 - 1, "n_layer": 10_000, "d_model": 2**20, "d_ff": 2**20, "seq_len": 2**20,
     "vocab_size": 2**20, "init_std": 10, "steps": 10**9, "batch_tokens": 2**40, "lr": 10_000, "z_loss": 1000,
-    "eval_tokens": 2**40,
+    "eval_tokens": 2**40, "rotate_size": 1024,
 }
 
 
@@ -319,7 +340,7 @@ def check(cfg: Config) -> Config:
             need(value <= most, f"{told}: type a number up to {most:_}")
         need(KINDS[name] is not str or value.isprintable(), f"{told}: type printable text")
         if name in CHOICES:
-            need(value in CHOICES[name], f"{told}: type one of {', '.join(CHOICES[name])}")
+            need(value in CHOICES[name], f"{told}: type one of {', '.join(filter(None, CHOICES[name]))}")
 
     need(max(cfg.beta1, cfg.beta2) < 1, f"beta1 = {cfg.beta1}, beta2 = {cfg.beta2}: type numbers below 1")
     need(cfg.out != "", "out is empty: type a folder, such as --out=out")
@@ -328,9 +349,38 @@ def check(cfg: Config) -> Config:
     chosen = cfg.quantizers.split(",") if cfg.quantizers else []
     need(len(set(chosen)) == len(chosen) and set(chosen) <= set("123456"),
          f"quantizers = {short(repr(cfg.quantizers))}: type some of 1,2,3,4,5,6, each once, without spaces")
+    check_recipe(cfg)
     check_sizes(cfg)
     check_phases(cfg)
     return cfg
+
+
+LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+
+
+def check_recipe(cfg: Config):
+    """ Changes to the recipe that make no sense with any recipe. """
+    for name, known in (("keep", LINEARS), ("rotate", ("y", "dx", "dw"))):
+        text = getattr(cfg, name)
+        parts = text.split(",") if text and (name, text) != ("rotate", "none") else []
+        need(len(set(parts)) == len(parts) and set(parts) <= set(known),
+             f"{name} = {short(repr(text))}: type some of {','.join(known)}, each once, without spaces")
+    need(cfg.rotate_size & (cfg.rotate_size - 1) == 0 and cfg.rotate_size != 1,
+         f"rotate_size = {cfg.rotate_size}: type a power of two, such as --rotate_size=16")
+    need(not cfg.rotate_size or cfg.rotate != "none",
+         f"rotate_size = {cfg.rotate_size} goes with no rotation: type --rotate_size=0, or --rotate=dx,dw")
+    for name in ("block_w", "block_x"):
+        text = getattr(cfg, name)
+        need(not text or re.fullmatch(r"[1-9]\d{0,2}x[1-9]\d{0,2}", text, re.ASCII),
+             f"{name} = {short(repr(text))}: type rows x columns, such as --{name}=1x16")
+    need(not cfg.keep_last or round(cfg.keep_last * cfg.n_layer),
+         f"keep_last = {cfg.keep_last} is less than half a block of {cfg.n_layer}: "
+         f"type --keep_last={1 / cfg.n_layer:.3g}")
+    need(not cfg.bf16_forward or cfg.in_steps(cfg.bf16_forward) < cfg.steps,
+         f"bf16_forward = {cfg.bf16_forward} leaves no step: type a smaller one, or --bf16_forward=0")
+    need(not cfg.bf16_forward or cfg.osci == "off",
+         f"bf16_forward = {cfg.bf16_forward} ends the rounding of weights that osci = {cfg.osci!r} is about: "
+         "type --osci=off, or --bf16_forward=0")
 
 
 def check_sizes(cfg: Config):

@@ -33,10 +33,13 @@ from config import Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT
 from quant import Counter, QuantLinear, Recipe, quantize, quantizers_off
-from recipes import RECIPES
+from recipes import RECIPES, altered
 from remedies import QEma
 
 CHECKPOINT_FORMAT = 1
+# the knobs that change a recipe
+CHANGES = ("rotate", "rotate_size", "block_w", "block_x", "scale_rule", "backward", "outer", "align",
+           "outlier_format")
 
 
 # -----------------------------------------------------------------------------
@@ -76,8 +79,10 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     else:
         from fused import emulate_problem, native_problem
         from gemms import NATIVE_ARCHS
-        why_not["emulate"] = emulate_problem(recipe)
+        why_not["emulate"] = recipe.no_kernel() or emulate_problem(recipe)
         why_not["native"] = native_problem(recipe)
+        if cfg.bf16_forward:
+            why_not["native"] = "its forward pass is in FP4, and bf16_forward ends that"
         if not interpreted and torch.cuda.get_device_capability(device) not in NATIVE_ARCHS:
             archs = ", ".join(f"{major}.{minor}" for major, minor in NATIVE_ARCHS)
             why_not["native"] = f"FP4 tensor cores come with Blackwell, compute capability {archs}"
@@ -133,13 +138,33 @@ def autocast(device: torch.device):
     return nullcontext() if device.type == "cpu" else torch.autocast(device.type, torch.bfloat16)
 
 
+def is_kept(cfg: Config, name: str) -> bool:
+    """ Whether the linear of this name, such as blocks.3.mlp.down, stays in bf16. """
+    block, kind = int(name.split(".")[1]), name.split(".", 2)[2]
+    return kind in cfg.keep.split(",") or block >= cfg.n_layer - round(cfg.keep_last * cfg.n_layer)
+
+
+def late_switch(cfg: Config, layers: dict[str, QuantLinear], step: int) -> bool:
+    """ From the step of bf16_forward on, round in backward only; True if that is new. """
+    late = cfg.bf16_forward > 0 and step >= cfg.in_steps(cfg.bf16_forward)
+    todo = [layer for layer in layers.values() if late and (layer.recipe.y_x or layer.recipe.y_w)]
+    for layer in todo:
+        layer.set_recipe(layer.recipe.only([3, 4, 5, 6]))
+    return bool(todo)
+
+
 def recipe_of(cfg: Config) -> Recipe:
-    """ The recipe that cfg names, with the quantizers that cfg leaves on. """
+    """ The recipe that cfg names, with the changes that cfg makes. """
     if cfg.recipe not in RECIPES:
         near = difflib.get_close_matches(cfg.recipe, RECIPES, n=1)
         raise ConfigError(f"no recipe is called {cfg.recipe!r}; " +
                           (f"did you mean {near[0]}?" if near else f"there are {', '.join(RECIPES)}"))
-    recipe = RECIPES[cfg.recipe].only([int(n) for n in cfg.quantizers.split(",") if n])
+    try:
+        recipe = altered(RECIPES[cfg.recipe], cfg)
+    except ValueError as error:
+        flags = " ".join(f"--{name}={getattr(cfg, name)}" for name in CHANGES if getattr(cfg, name))
+        raise ConfigError(f"recipe {cfg.recipe} with {flags}: {error}; leave such a flag out, or type "
+                          "another --recipe") from None
     if cfg.outlier_frac and any(recipe.operands) and recipe.outlier is None:
         raise ConfigError(f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, "
                           "or a recipe that has one, such as --recipe=tetrajet_full")
@@ -160,8 +185,9 @@ def build(cfg: Config, corpus_vocab: int, device: torch.device,
     counter = Counter(cfg.seed)
 
     def make_linear(in_features: int, out_features: int, name: str) -> nn.Module:
-        outliers = round(cfg.outlier_frac * in_features) if any(recipe.operands) else 0
-        layers[name] = QuantLinear(in_features, out_features, bias=False, recipe=recipe, layer=len(layers),
+        own = Recipe() if is_kept(cfg, name) else recipe
+        outliers = round(cfg.outlier_frac * in_features) if any(own.operands) else 0
+        layers[name] = QuantLinear(in_features, out_features, bias=False, recipe=own, layer=len(layers),
                                    counter=counter, outliers=outliers, backend=backend)
         return layers[name]
 
@@ -263,6 +289,7 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
         if {k: t.shape for k, t in expected.items()} != {k: t.shape for k, t in state["model"].items()}:
             raise ValueError("its weights are not those of its config")
         model, layers, _ = build(cfg, vocab, pick_device(cfg), recipe)
+        late_switch(cfg, layers, state["step"])
         model.load_state_dict(state["model"])
         # the forward pass of such a run rounds by an average that is no part of the model
         if cfg.osci == "qema" and state["osci"]:

@@ -131,7 +131,7 @@ def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Ten
                                          (weight, w_hat, r.y_w, w_side, dx_w, whole)):
         row, row_out = (Side(op), Out(hat, None, None, wide)) if hat is not None else (None, None)
         if save and t is weight and not whole:
-            round_pair(t.to(dtype), None, side, None, out, counter, layer)
+            round_pair(t if r.dx_w else t.to(dtype), None, side, None, out, counter, layer)
             out = None
         round_pair(t, row, side if out else None, row_out, out, counter, layer, align=align, keep=keep)
 
@@ -220,7 +220,7 @@ def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tens
     round_pair(x, Side(r.y_x), x_side if save else None, x4, dw_x_out, counter, layer, align=r.align,
                keep=keep, packed=True)
     if save and not r.align:
-        round_pair(weight.to(x.dtype), None, w_side, None, dx_w_out, counter, layer, packed=True)
+        round_pair(weight, None, w_side, None, dx_w_out, counter, layer, packed=True)
     aligned = save and r.align
     back, back_out = (w_side, dx_w_out) if aligned else (None, None)
     round_pair(weight, Side(r.y_w), back, w4, back_out, counter, layer, align=r.align, keep=keep, packed=True)

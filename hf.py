@@ -27,7 +27,8 @@ from config import Config, ConfigError
 from data import Corpus, DataError
 from eval import val_loss
 from model import GPT
-from quant import E2M1, E4M3, Operand, Quantized, QuantLinear, fake_quantize, pack, quantize, quantizers_off
+from quant import (E2M1, E4M3, Operand, Quantized, QuantLinear, fake_quantize, outlier_values, pack, quantize,
+                   quantizers_off)
 
 # -----------------------------------------------------------------------------
 # names
@@ -300,7 +301,8 @@ def with_fp8(layer: QuantLinear, weight: Tensor) -> Tensor:
     if not layer.split:
         return weight
     return weight.index_copy(1, layer.channels,
-                             fake_quantize(layer.weight[:, layer.channels], layer.recipe.outlier))
+                             outlier_values(layer.weight[:, layer.channels], layer.recipe.outlier,
+                                            torch.float32))
 
 
 def sqnr(layers: dict[str, QuantLinear], weights: dict[str, Tensor], kinds: list[str]) -> list[float]:

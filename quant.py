@@ -50,10 +50,14 @@ class Grid:
 
 GRIDS = {
     "e2m1": Grid(emin=0, mbits=1, max=6.0),         # FP4: 0 .5 1 1.5 2 3 4 6
+    "e1m2": Grid(emin=0, mbits=2, max=1.75),        # uniform, as INT4 is: 0 .25 .5 ... 1.75
     "e4m3": Grid(emin=-6, mbits=3, max=448.0),      # FP8 for values, and the scale of NVFP4
     "e5m2": Grid(emin=-14, mbits=2, max=57344.0),   # FP8 with more range
 }
 E2M1, E4M3 = GRIDS["e2m1"], GRIDS["e4m3"]
+NIBBLES = ("e2m1", "e1m2")                          # sign and three bits: two codes to a byte
+# the formats of inner scales that have a mantissa. UE5M3 is unsigned, its top exponent is not used
+SCALES = {"e4m3": E4M3, "ue5m3": Grid(emin=-14, mbits=3, max=61440.0)}
 
 
 def binade(y: Tensor) -> Tensor:
@@ -122,6 +126,7 @@ def decode(code: Tensor, grid: Grid) -> Tensor:
 
 DX_SIGNS, DW_SIGNS = 8, 9      # streams of the two sign vectors; streams 1..6 are the noise of Q1..Q6
 RESET_CHOICE, CHANNEL_CHOICE = 10, 11    # streams of the controls: random weights to reset, random channels
+FIXED_SIGNS = 12               # stream of the sign vector that a whole run shares
 
 _PHILOX_ROUNDS = 7             # the fewest that pass BigCrush (Salmon et al.); 10 is the usual number
 _PHILOX_MUL = (0xD2511F53, 0xCD9E8D57)
@@ -256,8 +261,15 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
 
 TENSOR = -1                # Operand.outer: one outer scale for the whole tensor
 TINY = 2.0**-100           # a block whose largest magnitude is below this counts as all zeros
-E4M3_SMALLEST = 2.0**-9    # the smallest scale above zero
 E8M0_SMALLEST = 2.0**-127  # E8M0 has no zero: a block of zeros stores this
+
+
+RULES = {                  # format of the inner scale -> how it can be rounded
+    "e4m3": ("nearest", "up", "17/16", "4/6", "eden"),
+    "ue5m3": ("nearest", "up", "17/16", "4/6"),
+    "e8m0": ("ceil", "floor", "quest", "3/4"),
+    "none": ("max",),
+}
 
 
 @dataclass(frozen=True)
@@ -267,21 +279,34 @@ class Operand:
 
     grid      values: a key of GRIDS
     block     (rows, columns) that share an inner scale; columns run along the summed axis
-    scale     format of the inner scale: e4m3, or e8m0 (a power of two)
+    scale     format of the inner scale: e4m3, ue5m3, e8m0 (a power of two), or none: the outer one alone
     outer     columns that share a float32 outer scale: 128, TENSOR for one in all, 0 for none
     rule      how the inner scale is rounded
-              e4m3:  nearest  may round down: then the block's own maximum lands above the grid and is clipped
-                     up       the smallest E4M3 not below: nothing clips, so stochastic rounding is unbiased
-                     17/16    nearest, with 17/16 head-room: nothing clips either, as long as the scale is
-                              2^-6 or more, E4M3's smallest normal number           [Quartet II, 2601.22813]
+              e4m3, ue5m3:
+                     nearest  may round down: then the block's own maximum lands above the grid and is clipped
+                     up       the smallest value not below: nothing clips, so stochastic rounding is unbiased
+                     17/16    nearest, with 17/16 head-room: nothing clips either, as long as the scale is no
+                              subnormal (in E4M3, 2^-6 or more)                     [Quartet II, 2601.22813]
+                     4/6      nearest, the maximum at 6 or at 4, whichever has the smaller squared error; the
+                              scale's own maximum counts as 256; sr has the head-room of 17/16 and is biased
+                              by the choice                                      [Four Over Six, 2512.02010]
+                     eden     nearest, for rounding eden: 6 becomes 6 * 16/17 / .93, which clips a little, and
+                              the scale's own maximum counts as 256            [Quartet II, 2601.22813]
               e8m0:  ceil     2^ceil(log2(max / grid max)): nothing clips            [TetraJet v1, 2502.20853]
                      floor    2^(floor(log2 max) - floor(log2 grid max))             [OCP MX specification]
                      quest    2^floor(log2(2.92247856 / grid max * rms))             [Quartet, 2505.14669]
-              "" picks nearest for rtn and up for sr (e4m3), ceil (e8m0)
-    rounding  rtn (nearest, ties to even) or sr (stochastic)
+                     3/4      floor / (3/4): nothing clips. Under rtn, values are then 1.009276 times as
+                              large, which makes up for what rounding shortens, in the mean   [Quartet, v4]
+              none:  max      the outer scale is max / grid max
+              "" picks nearest for rtn and up for sr (e4m3, ue5m3), ceil (e8m0), max (none), eden for eden
+    rounding  rtn (nearest, ties to even), sr (stochastic), or eden: values to nearest, then each block's
+              scale is corrected and rounded stochastically. With half the error of sr, and no bias over
+              random rotations; almost none over those that random signs make  [Quartet II, 2601.22813]
     hadamard  rotate blocks of this many values along the summed axis before rounding;
               0 for none. quantize() does not rotate by itself: the two operands of a GEMM share
               one sign vector, which the linear draws
+    signs     of that rotation: fresh for each layer, GEMM and micro-step; fixed, one vector drawn from the
+              run's seed for all layers and steps; none, all +1
     """
     grid: str = "e2m1"
     block: tuple[int, int] = (1, 16)
@@ -290,17 +315,18 @@ class Operand:
     rule: str = ""
     rounding: str = "rtn"
     hadamard: int = 0
+    signs: str = "fresh"
 
     def __post_init__(self):
-        rules = {"e4m3": ("nearest", "up", "17/16"), "e8m0": ("ceil", "floor", "quest")}
         object.__setattr__(self, "block", tuple(self.block))
         _one_of("grid", self.grid, GRIDS)
-        _one_of("scale", self.scale, rules)
-        _one_of("rounding", self.rounding, ("rtn", "sr"))
+        _one_of("scale", self.scale, RULES)
+        _one_of("rounding", self.rounding, ("rtn", "sr", "eden"))
+        _one_of("signs", self.signs, ("fresh", "fixed", "none"))
         if not self.rule:
-            object.__setattr__(self, "rule", "ceil" if self.scale == "e8m0" else
-                               "up" if self.rounding == "sr" else "nearest")
-        _one_of(f"rule for {self.scale} scales", self.rule, rules[self.scale])
+            usual = {"sr": "up", "eden": "eden"}.get(self.rounding, "nearest")
+            object.__setattr__(self, "rule", {"e8m0": "ceil", "none": "max"}.get(self.scale, usual))
+        _one_of(f"rule for {self.scale} scales", self.rule, RULES[self.scale])
         if len(self.block) != 2 or min(self.block) < 1:
             raise ValueError(f"block is (rows, columns), both at least 1, not {self.block}")
         if self.outer not in (0, TENSOR) and (self.outer < 0 or self.outer % self.block[1]):
@@ -308,12 +334,20 @@ class Operand:
                              f"not {self.outer}")
         if self.scale == "e8m0" and self.outer:
             raise ValueError("an e8m0 scale has the range of float32 and takes no outer scale: set outer=0")
+        if self.scale == "none" and not self.outer:
+            raise ValueError("without an inner scale there has to be an outer one: set outer=TENSOR")
+        if self.rule == "4/6" and self.grid != "e2m1":
+            raise ValueError(f"rule 4/6 is about the grid values 4 and 6: set grid='e2m1', not {self.grid!r}")
+        if (self.rounding == "eden") != (self.rule == "eden") or self.rule == "eden" and self.grid != "e2m1":
+            raise ValueError("rounding eden, rule eden and grid e2m1 go together: "
+                             f"not {self.rounding}, {self.rule} and {self.grid}")
         if self.hadamard < 0 or self.hadamard & (self.hadamard - 1):
             raise ValueError(f"hadamard is 0 or a power of two, not {self.hadamard}")
 
     @property
     def stochastic(self) -> bool:
-        return self.rounding == "sr"
+        """ Whether it takes noise: sr one number for each value, eden one for each block, its first. """
+        return self.rounding in ("sr", "eden")
 
 
 def _one_of(what: str, value: str, allowed):
@@ -326,8 +360,8 @@ class Quantized:
     """
     A quantized matrix: value = code * (inner * outer).
 
-    code   uint8, shape of the input. e2m1: bits 0-2 the magnitude, bit 3 the sign. 8-bit grids: sign in bit 7
-    inner  uint8 (M / block rows, K / block columns), rounded up: the bytes of the E4M3 or E8M0 scales
+    code   uint8, shape of the input. 4-bit grids: bits 0-2 the magnitude, bit 3 the sign. 8-bit: sign bit 7
+    inner  uint8 (M / block rows, K / block columns), rounded up: the bytes of the scales; ones for none
     outer  float32 (M / block rows, K / outer), () for one in all, None without outer scales
     """
     code: Tensor
@@ -346,13 +380,14 @@ class Quantized:
 
     def bits_per_value(self) -> float:
         """ Storage, all scales counted: 4.75 for the double block on whole blocks. """
-        element = 4 if self.operand.grid == "e2m1" else 8
+        element = 4 if self.operand.grid in NIBBLES else 8
+        inner = 0 if self.operand.scale == "none" else 8 * self.inner.numel()
         outer = 0 if self.outer is None else 32 * self.outer.numel()
-        return element + (8 * self.inner.numel() + outer) / max(1, self.code.numel())
+        return element + (inner + outer) / max(1, self.code.numel())
 
 
 def _sign_bit(op: Operand) -> int:
-    return 3 if op.grid == "e2m1" else 7
+    return 3 if op.grid in NIBBLES else 7
 
 
 def grid_value(code: Tensor, op: Operand) -> Tensor:
@@ -381,7 +416,8 @@ def quantize(x: Tensor, operand: Operand, noise: Tensor | None = None) -> Quanti
             which is biased; see Operand.rule
     edges   ragged last blocks behave as if padded with zeros
             a block of zeros gives exact zeros; one whose largest magnitude is below 2^-100 counts as zeros
-            s underflows to 0: rtn stores code 0; sr uses 2^-9 instead, so that it stays unbiased
+            s underflows to 0: rtn stores code 0; sr uses the smallest scale above 0 instead (E4M3: 2^-9), so
+            that it stays unbiased
             a NaN or Inf makes its whole outer block NaN (the block, where there is no outer scale)
             a magnitude above 2^127 may round to 2^128, which is Inf in float32
             the sign of x is kept, also where the magnitude rounds to zero
@@ -416,30 +452,47 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     if not op.stochastic and noise is not None:
         raise ValueError("noise is for stochastic rounding: "
                          "set rounding='sr' in the Operand or leave noise out")
-    grid = GRIDS[op.grid]
     flat = _rows(x.float())
     blocks = _to_blocks(flat, op)                                          # (R, rows, C, columns)
-    mag = blocks.abs()
-    amax = mag.amax(dim=(1, 3))                                            # (R, C)
-    inner, outer = _scales(blocks, amax, op)
-    # code 0 where the scale is NaN, zero, or E8M0's stand-in for zero, which no block that counts can reach
-    scale = _full_scale(inner, outer, op)
-    # (R, C): one exact division per block
-    inv_scale = torch.where(scale > E8M0_SMALLEST, 1.0 / scale, 0.0)
-    y = torch.mul(blocks, inv_scale[:, None, :, None], out=mag)
     if noise is not None:
         noise = _to_blocks(noise.reshape(flat.shape), op)
-    # what rounds to zero keeps its sign
-    c = round_to_grid(y, grid, noise).copysign_(blocks)
+    amax = blocks.abs().amax(dim=(1, 3))                                   # (R, C)
+    inner, outer = _scales(blocks, amax, op)
+    c = _grid_values(blocks, _full_scale(inner, outer, op), op, noise)
+    if op.rule == "4/6":
+        c, inner = _four_over_six(blocks, amax, c, inner, outer, op, noise)
+    if op.rounding == "eden":
+        inner = _eden(blocks, c, inner, outer, op, noise)
+    if op.rule == "3/4" and not op.stochastic:
+        outer = outer * 1.009276
     return _from_blocks(c, x.shape), inner, outer
 
 
-def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor | None]:
+def _grid_values(blocks: Tensor, scale: Tensor, op: Operand, noise: Tensor | None) -> Tensor:
+    """ Blocks (R, rows, C, columns) rounded at their scales (R, C) -> signed grid values. """
+    # what rounds to zero keeps its sign
+    y = _in_scales(blocks, scale)
+    return round_to_grid(y, GRIDS[op.grid], noise if op.rounding == "sr" else None).copysign_(blocks)
+
+
+def _in_scales(blocks: Tensor, scale: Tensor) -> Tensor:
+    """ Blocks (R, rows, C, columns) divided by their scales (R, C). """
+    # 0 where the scale is NaN, zero, or E8M0's stand-in for zero, perhaps times 4/3, which no block that
+    # counts can reach
+    # (R, C): one exact division per block
+    inv_scale = torch.where(scale > 2 * E8M0_SMALLEST, 1.0 / scale, 0.0)
+    return blocks * inv_scale[:, None, :, None]
+
+
+def _scales(blocks: Tensor, amax: Tensor, op: Operand, top: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """
     Blocks (R, rows, C, columns) and their maxima (R, C) -> inner scales (R, C) and outer scales, float32.
+    top is the grid value that a block's maximum goes to, 0 for the rule's own.
     """
     grid_max = GRIDS[op.grid].max
-    top = grid_max * 16 / 17 if op.rule == "17/16" else grid_max
+    head_room = {"17/16": 16 / 17, "4/6": 16 / 17 if op.stochastic else 1.0, "eden": 16 / 17 / 0.93}
+    head_room = head_room.get(op.rule, 1.0)
+    outer_top, top = grid_max * head_room, (top or grid_max) * head_room
 
     # the largest magnitude that each block shares a fate with:
     # if it is not finite all is NaN, if it is tiny all is 0
@@ -452,31 +505,98 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand) -> tuple[Tensor, Tensor |
         outer_amax = amax
     fate = outer_amax if op.outer == 0 else _spread(outer_amax, amax.shape, op)
     amax = torch.where(fate < TINY, 0.0, amax)
-
     if op.scale == "e8m0":
-        if op.rule == "ceil":
-            q = _over(amax, top)
-            low = binade(q)
-            inner = torch.where(low < q, 2 * low, low)
-        elif op.rule == "floor":
-            inner = binade(amax) * 2.0 ** -math.floor(math.log2(grid_max))
-        else:
-            # squares of values near 1 cannot overflow
-            unit = binade(amax)
-            near_1 = blocks / unit.clamp(min=TINY)[:, None, :, None]
-            inner = binade(near_1.square().mean(dim=(1, 3)).sqrt() * (2.92247856 / grid_max)) * unit
-        return torch.where(fate.isfinite(), inner.clamp(min=E8M0_SMALLEST), math.nan), None
+        # 3/4 is no power of two, so its inverse is an outer scale; 1 / (4/3) in float32 is 3/4 exactly
+        outer = amax.new_full((), 4 / 3) if op.rule == "3/4" else None
+        return torch.where(fate.isfinite(), _power_of_two(blocks, amax, op), math.nan), outer
 
-    outer = None
+    outer, grid = None, SCALES.get(op.scale)
     if op.outer:
-        outer = torch.where(outer_amax < TINY, 1.0, _over(_over(outer_amax, E4M3.max), top))
+        # the largest inner scale; 4/6 and eden leave room for one that is made larger
+        reach = 1.0 if grid is None else 256.0 if op.rule in ("4/6", "eden") else grid.max
+        outer = torch.where(outer_amax < TINY, 1.0, _over(_over(outer_amax, reach), outer_top))
         outer = torch.where(outer_amax.isfinite(), outer, math.nan)
         amax = amax / _spread(outer, amax.shape, op)
-    inner = round_to_grid(_over(amax, top), E4M3, up=op.rule == "up")
+    if grid is None:
+        return torch.ones_like(amax), outer
+    inner = round_to_grid(_over(amax, top), grid, up=op.rule == "up")
     if op.stochastic:
-        inner = inner.clamp(min=E4M3_SMALLEST)
+        inner = inner.clamp(min=2.0 ** (grid.emin - grid.mbits))
     # where an outer scale carries the NaN, the inner one stays an ordinary number
     return torch.where(fate.isfinite(), inner, math.nan if outer is None else 0.0), outer
+
+
+def _power_of_two(blocks: Tensor, amax: Tensor, op: Operand) -> Tensor:
+    """ The E8M0 scales of blocks (R, rows, C, columns) with these maxima (R, C), by op.rule. """
+    grid_max = GRIDS[op.grid].max
+    if op.rule == "ceil":
+        q = _over(amax, grid_max)
+        low = binade(q)
+        inner = torch.where(low < q, 2 * low, low)
+    elif op.rule == "quest":
+        # squares of values near 1 cannot overflow
+        unit = binade(amax)
+        near_1 = blocks / unit.clamp(min=TINY)[:, None, :, None]
+        rms = _over(_sum(near_1.square()), op.block[0] * op.block[1]).sqrt()
+        inner = binade(rms * (2.92247856 / grid_max)) * unit
+    else:
+        inner = binade(amax) * 2.0 ** -math.floor(math.log2(grid_max))
+    return inner.clamp(min=E8M0_SMALLEST)
+
+
+def _four_over_six(blocks: Tensor, amax: Tensor, c: Tensor, inner: Tensor, outer: Tensor | None, op: Operand,
+                   noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """
+    Each block with its maximum at 6, as given, or at 4 -> grid values and inner scales of what is nearer.
+
+    source  Four Over Six, arXiv 2512.02010: between 4 and 6 E2M1 has nothing, so a maximum at 4 can be better
+    differs that code multiplies the unrounded scale by 1.5, here the maximum is divided by 4: E4M3 may round
+            the two to neighbours where they are half-way between them
+    edges   at equal errors, 6. With stochastic rounding the choice looks at the noise, which makes it biased
+    """
+    inner_4 = _scales(blocks, amax, op, top=4.0)[0]
+    # noise of its own for the second rounding, of the same 16 bits: times an odd number is a permutation of
+    # them, here with a correlation of 1/181, and exact in float32
+    noise_4 = None if noise is None else (noise * 181.0).frac()
+    c_4 = _grid_values(blocks, _full_scale(inner_4, outer, op), op, noise_4)
+    # in units of a power of two below the maximum, so that no square leaves float32
+    unit = binade(amax).clamp(min=TINY)
+    near_1 = blocks / unit[:, None, :, None]
+    error, error_4 = (_sum((near_1 - values * (_full_scale(s, outer, op) / unit)[:, None, :, None]).square())
+                      for values, s in ((c, inner), (c_4, inner_4)))
+    return (torch.where((error_4 < error)[:, None, :, None], c_4, c),
+            torch.where(error_4 < error, inner_4, inner))
+
+
+def _eden(blocks: Tensor, c: Tensor, inner: Tensor, outer: Tensor | None, op: Operand,
+          noise: Tensor) -> Tensor:
+    """
+    Inner scales (R, C) under which blocks rounded to c have the right projection on themselves, in the mean.
+
+    source  MS-EDEN of Quartet II, arXiv 2601.22813: f = <x, x> / <x, v> with v the rounded block, and
+            s' = e4m3(f s), stochastic. Over uniformly random rotations E[v'] = x. Random signs are fewer: the
+            mean is off by 2e-4 of a normal vector, by 3e-3 where one of its 128 values is 30 times as large
+    differs f is that of each 16 values, as in the paper; its code takes a whole rotation's
+            x is in units of the scale, so that no square leaves float32
+    edges   a block that was rounded to zeros keeps its scale
+    """
+    y = _in_scales(blocks, _full_scale(inner, outer, op))
+    norm, projection = _sum(y.square()), _sum(y * c)
+    factor = torch.where(projection > 0, norm / projection, 1.0)
+    return round_to_grid(inner * factor, E4M3, noise[:, 0, :, 0])
+
+
+def _sum(blocks: Tensor) -> Tensor:
+    """
+    The sum of each block (R, rows, C, columns) -> (R, C): neighbours first, then neighbouring pairs, and so
+    on, as if padded with zeros to a power of two. One order of additions: the same bits on every device.
+    """
+    x = blocks.transpose(1, 2).flatten(2)
+    n = x.shape[2]
+    x = F.pad(x, (0, (1 << (n - 1).bit_length()) - n))
+    while x.shape[2] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
 
 
 def _over(x: Tensor, number: float) -> Tensor:
@@ -499,20 +619,26 @@ def _full_scale(inner: Tensor, outer: Tensor | None, op: Operand) -> Tensor:
 
 
 def _scale_byte(scale: Tensor, op: Operand) -> Tensor:
-    """ Scale values -> bytes; NaN -> 0x7F (E4M3) or 0xFF (E8M0). """
+    """ Scale values -> bytes; NaN -> 0x7F (E4M3) or 0xFF (UE5M3, E8M0). """
     nan = scale.isnan()
-    if op.scale == "e4m3":
-        return torch.where(nan, 0x7F, encode(torch.where(nan, 0.0, scale), E4M3).int()).to(torch.uint8)
+    if op.scale in SCALES:
+        byte = encode(torch.where(nan, 0.0, scale), SCALES[op.scale]).int()
+        return torch.where(nan, 0x7F if op.scale == "e4m3" else 0xFF, byte).to(torch.uint8)
+    if op.scale == "none":
+        return scale.to(torch.uint8)
     # a power of two is its own exponent field; 2^-127 is subnormal, field 0, as E8M0 wants it
     return torch.where(nan, 0xFF, scale.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def _scale_value(byte: Tensor, op: Operand) -> Tensor:
     """ The inverse of _scale_byte, float32. """
+    field = byte.to(torch.int32)
     if op.scale == "e4m3":
         return decode(byte, E4M3)
-    field = byte.to(torch.int32)
-    value = torch.where(field == 0, E8M0_SMALLEST, (field << 23).view(torch.float32))
+    if op.scale == "none":
+        return byte.float()
+    value = (decode(byte, SCALES["ue5m3"]) if op.scale == "ue5m3" else
+             torch.where(field == 0, E8M0_SMALLEST, (field << 23).view(torch.float32)))
     return torch.where(field == 0xFF, math.nan, value)
 
 
@@ -537,6 +663,19 @@ def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.reshape(R * rows, C * columns)[:M, :K].reshape(shape).contiguous()
 
 
+def trust_mask(x: Tensor, op: Operand) -> Tensor:
+    """
+    Where quantize(x, op) clips nothing: bool, shape of x.
+
+    source  Quartet, arXiv 2505.14669: the mask |x / s| < 6 of its QuEST quantizer
+    differs a value that a scale of zero rounds to zero was not clipped, and is trusted
+    """
+    c, inner, outer = _round(x, op, None)
+    blocks, top = _to_blocks(_rows(x.float()), op), GRIDS[op.grid].max
+    beyond = blocks.abs() >= (top * _full_scale(inner, outer, op))[:, None, :, None]
+    return (c.abs() < top) | ~_from_blocks(beyond, x.shape)
+
+
 def pack(code: Tensor) -> Tensor:
     """
     E2M1 codes (..., K) -> two to a byte along K, (..., K/2 rounded up); the even column in the low nibble.
@@ -556,6 +695,7 @@ def unpack(packed: Tensor, K: int) -> Tensor:
 # 3  the linear
 
 BACKENDS = ("reference", "emulate", "native")
+KERNEL_RULES = ("nearest", "up", "17/16", "ceil", "floor", "quest")    # quest is kernels.py's to refuse
 
 
 @dataclass(frozen=True)
@@ -574,7 +714,13 @@ class Recipe:
 
     align     Q4 and Q6 round the forward's rounded tensors, Q2(W) and Q1(X), so that the gradient
               is that of the function the forward pass really computed; False rounds the originals
-    outlier   format of the outlier channels that OutControl picked (outliers.py)
+    outlier   format of the outlier channels that OutControl picked (outliers.py), "bf16" for the compute
+              dtype
+    trust     an entry of X or W that the forward pass clipped gets no gradient: Quartet's trust mask
+
+    Where the forward pass rotates, Q2(W) and Q1(X) are rounded in rotated coordinates; gradients that are
+    made from them are turned back. Its signs cannot be fresh: evaluation has to see the function that was
+    trained.
     """
     y_x: Operand | None = None
     y_w: Operand | None = None
@@ -583,17 +729,24 @@ class Recipe:
     dw_dy: Operand | None = None
     dw_x: Operand | None = None
     align: bool = True
-    outlier: Operand | None = None
+    outlier: Operand | str | None = None
+    trust: bool = False
 
     def __post_init__(self):
         for a, b, gemm in (
             (self.dx_dy, self.dx_w, "dX"), (self.dw_dy, self.dw_x, "dW"), (self.y_x, self.y_w, "Y"),
         ):
-            if a and b and a.hadamard != b.hadamard:
-                raise ValueError(f"the operands of {gemm} must rotate alike, "
-                                 f"not by {a.hadamard} and {b.hadamard}")
-        if any(op and op.hadamard for op in (self.y_x, self.y_w)):
-            raise ValueError("the forward pass does not rotate: X and W are rounded as they are")
+            if a and b and (a.hadamard, a.signs) != (b.hadamard, b.signs):
+                raise ValueError(f"the operands of {gemm} must rotate alike, not by {a.hadamard} "
+                                 f"({a.signs} signs) and {b.hadamard} ({b.signs} signs)")
+        forward = [op for op in (self.y_x, self.y_w) if op and op.hadamard]
+        if any(op.signs == "fresh" for op in forward):
+            raise ValueError("the forward pass must rotate alike at every step: its signs are fixed or none")
+        if forward and self.outlier:
+            raise ValueError("a recipe that rotates the forward pass has no outlier channels: "
+                             "a rotation mixes them with the others")
+        if not isinstance(self.outlier, Operand) and self.outlier not in (None, "bf16"):
+            raise ValueError(f"outlier is an Operand, 'bf16' or None, not {self.outlier!r}")
 
     @property
     def operands(self) -> tuple[Operand | None, ...]:
@@ -603,6 +756,23 @@ class Recipe:
     def only(self, numbers) -> "Recipe":
         """ The same recipe with every quantizer off but these (1..6). """
         return replace(self, **{f.name: None for i, f in enumerate(fields(self)[:6], 1) if i not in numbers})
+
+    def no_kernel(self) -> str:
+        """ What of this recipe the reference alone computes, "" for nothing that is known here. """
+        if self.trust:
+            return "no kernel for trust masks"
+        if isinstance(self.outlier, str):
+            return f"no kernel for outlier channels in {self.outlier}"
+        for number, op in enumerate(self.operands, 1):
+            if op is None:
+                continue
+            if op.scale not in ("e4m3", "e8m0"):
+                return f"operand Q{number}: no kernel for scale {op.scale}"
+            if op.rule not in KERNEL_RULES:
+                return f"operand Q{number}: no kernel for rule {op.rule}"
+            if op.hadamard and (op.signs != "fresh" or number < 3):
+                return f"operand Q{number}: no kernel for {op.signs} signs"
+        return ""
 
     def spec(self) -> str:
         """ The recipe as JSON: hashable, comparable, and what a custom op can take as an argument. """
@@ -619,6 +789,26 @@ class Recipe:
 def _rotation(a: Operand | None, b: Operand | None) -> int:
     """ Size of the rotation that a GEMM's two operands share; it stays when one of them is not quantized. """
     return max(op.hadamard if op else 0 for op in (a, b))
+
+
+def _inherited(r: Recipe, op: Operand | None) -> int:
+    """ Size of the forward's rotation in whose coordinates Q4 or Q6 finds its tensor. """
+    return _rotation(r.y_x, r.y_w) if op and r.align else 0
+
+
+def _turn_back(grad: Tensor, signs: Tensor | None, turned: bool, trust: Tensor, K: int) -> Tensor:
+    """
+    A gradient (M, K), or, if turned, (M, K up to whole blocks) in the coordinates of hadamard(signs) -> the
+    gradient (M, K) in its own coordinates. Where trust, in the forward's coordinates, is false, it is zero.
+    """
+    if trust.numel():
+        if signs is not None and not turned:
+            grad, turned = hadamard(grad, signs), True
+        grad = grad * trust
+    if signs is None or not turned:
+        return grad
+    # the Hadamard matrix is its own inverse; the signs come last
+    return (hadamard(grad, torch.ones_like(signs)).unflatten(-1, (-1, len(signs))) * signs).flatten(-2)[:, :K]
 
 
 def _gemm(a: Tensor, b: Tensor, rounded: bool, dtype: torch.dtype) -> Tensor:
@@ -640,6 +830,11 @@ def _zero_columns(x: Tensor, channels: Tensor) -> Tensor:
     return x.index_fill(1, channels, 0.0)
 
 
+def outlier_values(x: Tensor, form: Operand | str, dtype: torch.dtype) -> Tensor:
+    """ Outlier channels in a recipe's format for them. """
+    return fake_quantize(x, form) if isinstance(form, Operand) else x.to(dtype)
+
+
 class _Draws:
     """
     Everything random about one linear at one moment: hands out the noise and the signs of each operand.
@@ -656,8 +851,26 @@ class _Draws:
         return fake_quantize(
             x, op, uniform(x.shape, self.counter, self.layer, number) if op.stochastic else None)
 
-    def rotate(self, x: Tensor, size: int, stream: int) -> Tensor:
-        return hadamard(x, random_signs(size, self.counter, self.layer, stream)) if size else x
+    def signs(self, a: Operand | None, b: Operand | None, stream: int = FIXED_SIGNS) -> Tensor | None:
+        """ Of the rotation that operands a and b of a GEMM share; None where they are not rotated. """
+        size = _rotation(a, b)
+        kind = next((op.signs for op in (a, b) if op and op.hadamard), "")
+        if kind == "fixed":
+            start = self.counter.clone()
+            start[1:].zero_()
+            return random_signs(size, start, 0, FIXED_SIGNS)
+        if kind == "none":
+            return torch.ones(size, device=self.counter.device)
+        return random_signs(size, self.counter, self.layer, stream) if kind else None
+
+    def rotate(self, x: Tensor, a: Operand | None, b: Operand | None, stream: int = FIXED_SIGNS) -> Tensor:
+        """ x (M, S) as one of the operands a and b of a GEMM. """
+        signs = self.signs(a, b, stream)
+        return x if signs is None else hadamard(x, signs)
+
+    def outlier(self, x: Tensor, on: Operand | None, dtype: torch.dtype) -> Tensor:
+        """ Outlier channels; in the compute dtype where the operand that they belong to is off. """
+        return outlier_values(x, self.recipe.outlier, dtype) if on else x.to(dtype)
 
 
 # A custom op is opaque to torch.compile: the compiled model calls exactly this code, so it computes exactly
@@ -672,51 +885,56 @@ def linear_forward(
     recipe: str,        # Recipe.spec()
     save: bool,         # also return what backward needs
     backend: str,       # reference, emulate or native; the latter two are fused.py's
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
-    Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), counter.
+    Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), trust masks
+    of X (T, K) and W (N, K), counter. What is not needed is empty; K is that of rotated X where X is rotated.
     The native back end returns each of the three as one buffer of codes and scales.
     """
     r = Recipe.from_spec(recipe)
     if backend != "reference":
         import fused
         run = fused.emulate_forward if backend == "emulate" else fused.native_forward
-        return *run(r, x, weight, channels, counter, layer, save), counter.clone()
+        masks = [x.new_empty(0, dtype=torch.bool) for _ in range(2)]
+        return *run(r, x, weight, channels, counter, layer, save), *masks, counter.clone()
     draws = _Draws(r, counter, layer)
     split, dtype = channels.numel() > 0, x.dtype
 
-    # forward: nearest rounding, no rotation
     x4, w4 = (_zero_columns(x, channels), _zero_columns(weight, channels)) if split else (x, weight)
-    x_hat, w_hat = draws.round(x4, 1, dtype), draws.round(w4, 2, dtype)
+    turned = [draws.rotate(t, r.y_x, r.y_w) for t in (x4, w4)]
+    x_hat, w_hat = (draws.round(t, number, dtype) for number, t in enumerate(turned, 1))
+    masks = [trust_mask(t, op) if r.trust and op and save else x.new_empty(0, dtype=torch.bool)
+             for t, op in zip(turned, (r.y_x, r.y_w))]
+    x8 = w8 = x.new_empty(0, dtype=torch.float32)
     if split:
-        x8, w8 = (fake_quantize(t[:, channels], r.outlier) if op else t[:, channels].to(dtype)
-                  for t, op in ((x, r.y_x), (weight, r.y_w)))
+        x8, w8 = (draws.outlier(t[:, channels], op, dtype) for t, op in ((x, r.y_x), (weight, r.y_w)))
         y = (_gemm(x_hat, w_hat, True, torch.float32) + _gemm(x8, w8, True, torch.float32)).to(dtype)
     else:
         y = _gemm(x_hat, w_hat, bool(r.y_x or r.y_w), dtype)
     if not save:
-        return (y, *(x.new_empty(0, dtype=torch.float32) for _ in range(3)), counter.clone())
+        return (y, *(x.new_empty(0, dtype=torch.float32) for _ in range(3)), *masks, counter.clone())
 
     # The backward operands that need no dY are made here, while the rounded W and X are at hand,
     # and only they are kept: on hardware that is 4.75 bits a value instead of 16.
     # Here it is the same order in float32.
     # Q4: the whole weight, outlier channels included, is FP4 in dX
     if not (r.dx_w and r.align):
-        w_back = weight.to(dtype)
+        # rounded from the master weight where Q2 is, so that squares are the same values in both
+        w_back = weight if r.y_w and r.dx_w else weight.to(dtype)
     else:
         w_back = w_hat.float().index_copy(1, channels, w8.float()) if split else w_hat
-    dx_w = draws.rotate(_transpose(w_back), _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
+    dx_w = draws.rotate(_transpose(w_back), r.dx_dy, r.dx_w, DX_SIGNS)
     dx_w = draws.round(dx_w, 4, dx_w.dtype)
 
     # Q6: the FP4 channels rotated, the outlier channels in FP8 and not
     x_back = x_hat if r.dw_x and r.align else x4
-    dw_x = draws.rotate(_transpose(x_back), _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
+    dw_x = draws.rotate(_transpose(x_back), r.dw_dy, r.dw_x, DW_SIGNS)
     dw_x = draws.round(dw_x, 6, dw_x.dtype)
     dw_x8 = x.new_empty(0, dtype=torch.float32)
     if split:
         dw_x8 = _transpose(x8 if r.dw_x and r.align else x[:, channels])
-        dw_x8 = fake_quantize(dw_x8, r.outlier) if r.dw_x else dw_x8.float()
-    return y, dx_w, dw_x, dw_x8, counter.clone()
+        dw_x8 = draws.outlier(dw_x8, r.dw_x, torch.float32).float()
+    return y, dx_w, dw_x, dw_x8, *masks, counter.clone()
 
 
 def _transpose(x: Tensor) -> Tensor:
@@ -729,7 +947,8 @@ def _transpose(x: Tensor) -> Tensor:
 def _(x, weight, channels, counter, layer, recipe, save, backend):
     r = Recipe.from_spec(recipe)
     (T, K), N, C = x.shape, weight.shape[0], channels.shape[0]
-    shapes = [(K, N, r.dx_dy, r.dx_w), (K, T, r.dw_dy, r.dw_x), (C, T, None, r.outlier if r.dw_x else None)]
+    K4, K6 = (K + (-K % size if size else 0) for size in (_inherited(r, r.dx_w), _inherited(r, r.dw_x)))
+    shapes = [(K4, N, r.dx_dy, r.dx_w), (K6, T, r.dw_dy, r.dw_x), (C, T, None, r.outlier if r.dw_x else None)]
 
     nothing = {"reference": torch.float32, "emulate": x.dtype, "native": torch.uint8}[backend]
 
@@ -745,7 +964,10 @@ def _(x, weight, channels, counter, layer, recipe, save, backend):
                            dtype=torch.float32 if exact else x.dtype)
 
     saved = [operand(i, *shape) for i, shape in enumerate(shapes)]
-    return x.new_empty(T, N), *saved, torch.empty_like(counter)
+    width = K + (-K % turn if (turn := _rotation(r.y_x, r.y_w)) else 0)
+    masks = [x.new_empty((rows, width) if r.trust and op and save else 0, dtype=torch.bool)
+             for rows, op in ((T, r.y_x), (N, r.y_w))]
+    return x.new_empty(T, N), *saved, *masks, torch.empty_like(counter)
 
 
 @torch.library.custom_op("nvfp4::linear_backward", mutates_args=())
@@ -754,6 +976,8 @@ def linear_backward(
     dx_w: Tensor,       # (K, N), rotated and rounded by the forward pass
     dw_x: Tensor,       # (K, T), likewise
     dw_x8: Tensor,      # (C, T), the outlier channels' activations in FP8
+    trust_x: Tensor,    # (T, K), trust mask of X, empty without
+    trust_w: Tensor,    # (N, K), of W
     channels: Tensor,   # (C,)
     counter: Tensor,    # (4,), as it was in the forward pass
     layer: int,
@@ -772,21 +996,25 @@ def linear_backward(
                 fused.native_backward(*arguments, K))
     draws = _Draws(r, counter, layer)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
+    signs = draws.signs(r.y_x, r.y_w)
     if need_dx:
-        a = draws.rotate(dy, _rotation(r.dx_dy, r.dx_w), DX_SIGNS)
+        a = draws.rotate(dy, r.dx_dy, r.dx_w, DX_SIGNS)
         dx = _gemm(draws.round(a, 3, a.dtype), dx_w, bool(r.dx_dy or r.dx_w), dy.dtype)
+        dx = _turn_back(dx, signs, _inherited(r, r.dx_w) > 0, trust_x, K).to(dy.dtype)
     if need_dw:
         dyt = _transpose(dy)
-        a = draws.rotate(dyt, _rotation(r.dw_dy, r.dw_x), DW_SIGNS)
+        a = draws.rotate(dyt, r.dw_dy, r.dw_x, DW_SIGNS)
         dw = _gemm(draws.round(a, 5, a.dtype), dw_x, bool(r.dw_dy or r.dw_x), dy.dtype)
+        dw = _turn_back(dw, signs, _inherited(r, r.dw_x) > 0, trust_w, K).to(dy.dtype)
         if channels.numel():
-            dy8 = fake_quantize(dyt, r.outlier) if r.dw_dy else dyt
+            dy8 = draws.outlier(dyt, r.dw_dy, dy.dtype)
             dw = dw.index_copy(1, channels, _gemm(dy8, dw_x8, bool(r.dw_dy or r.dw_x), dy.dtype))
     return dx, dw
 
 
 @linear_backward.register_fake
-def _(dy, dx_w, dw_x, dw_x8, channels, counter, layer, recipe, need_dx, need_dw, backend, K):
+def _(dy, dx_w, dw_x, dw_x8, trust_x, trust_w, channels, counter, layer, recipe, need_dx, need_dw, backend,
+      K):
     dx = dy.new_empty(dy.shape[0], K) if need_dx else dy.new_empty(0)
     dw = dy.new_empty(dy.shape[1], K) if need_dw else dy.new_empty(0)
     return dx, dw
@@ -799,10 +1027,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dy, *_):
-    dx_w, dw_x, dw_x8, counter, channels = ctx.saved_tensors
+    dx_w, dw_x, dw_x8, trust_x, trust_w, counter, channels = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
-    dx, dw = linear_backward(dy.contiguous(), dx_w, dw_x, dw_x8, channels, counter, ctx.layer, ctx.recipe,
-                             need_dx, need_dw, ctx.backend, ctx.K)
+    dx, dw = linear_backward(dy.contiguous(), dx_w, dw_x, dw_x8, trust_x, trust_w, channels, counter,
+                             ctx.layer, ctx.recipe, need_dx, need_dw, ctx.backend, ctx.K)
     dw = dw.to(ctx.weight_dtype) if need_dw else None
     return dx if need_dx else None, dw, None, None, None, None, None, None
 
@@ -848,8 +1076,8 @@ class QuantLinear(nn.Linear):
             raise ValueError("this recipe has no format for outlier channels: "
                              "set Recipe.outlier, or outliers=0")
         _one_of("backend", backend, BACKENDS)
-        self.recipe, self.layer, self.backend = recipe, layer, backend
-        self.recipe_spec = recipe.spec()
+        self.layer, self.backend = layer, backend
+        self.set_recipe(recipe)
         # a layer on its own draws its seed, or two such layers would share their noise
         self.own_counter = counter is None
         self.counter = Counter(int(torch.randint(2**31, (), device="cpu"))) if self.own_counter else counter
@@ -859,6 +1087,10 @@ class QuantLinear(nn.Linear):
         self.register_buffer("stand_in", None, persistent=False)
         self.split = False
         self.register_load_state_dict_post_hook(_restore_split)
+
+    def set_recipe(self, recipe: Recipe):
+        """ Round by this recipe from now on. """
+        self.recipe, self.recipe_spec = recipe, recipe.spec()
 
     def set_channels(self, channels: Tensor):
         """ Keep these input channels (all of the same -1 for none yet) in the outlier format from now on. """

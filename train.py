@@ -31,7 +31,7 @@ import torch
 from config import EMA_WARMUP, FREE, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, checkpoints, commit, first_line,
-                  newest_checkpoint, pick_device, sample, val_losses)
+                  late_switch, newest_checkpoint, pick_device, recipe_of, sample, val_losses)
 from osci import OsciReset
 from outliers import OutControl
 from quant import QuantLinear, Recipe
@@ -247,12 +247,12 @@ def learning_rate(cfg: Config, step: int) -> float:
 
 
 def layer_table(layers: dict, cfg: Config) -> str:
-    rows = [f"{'layer':24} {'in':>6} {'out':>6} {'parameters':>12}  {'FP8 channels':>12}  "
+    rows = [f"{'layer':24} {'in':>6} {'out':>6} {'parameters':>12}  {'kept channels':>13}  "
             f"quantizers of {cfg.recipe}"]
     for name, layer in layers.items():
         on = ",".join(f"Q{i}" for i, op in enumerate(layer.recipe.operands, 1) if op) or "none"
         rows.append(f"{name:24} {layer.in_features:6} {layer.out_features:6} {layer.weight.numel():12,}  "
-                    f"{layer.channels.numel():12}  {on}")
+                    f"{layer.channels.numel():13}  {on}")
     return "\n".join(rows)
 
 
@@ -308,10 +308,10 @@ class Trainer:
         # the fused update is one kernel on a GPU and one pass on a CPU
         self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
                                            betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
-        first = next(iter(self.layers.values()))
-        self.recipe, self.backend = first.recipe, first.backend
+        self.recipe, self.backend = recipe_of(cfg), next(iter(self.layers.values())).backend
         recipe = self.recipe
-        self.rounds = any(recipe.operands)
+        rounded = {name: layer for name, layer in self.layers.items() if any(layer.recipe.operands)}
+        self.rounds = bool(rounded)
         if self.backend == "native" and self.rounds:
             check_native(recipe, self.device)
         self.outliers = OutControl(self.layers, cfg.in_steps(cfg.outlier_start),
@@ -322,7 +322,10 @@ class Trainer:
             if recipe.y_w is None:
                 raise ConfigError(f"osci = {cfg.osci!r} is about weights that Q2 rounds: add 2 to "
                                   "--quantizers, or type --osci=off")
-            self.osci = against_oscillation(cfg, self.layers)
+            if recipe.y_w.grid != "e2m1" or recipe.y_w.hadamard:
+                raise ConfigError(f"osci = {cfg.osci!r} is about weights rounded to E2M1 as they are, and "
+                                  f"recipe {cfg.recipe} does not round such: type --osci=off")
+            self.osci = against_oscillation(cfg, rounded)
         compiled = cfg.compile and self.device.type == "cuda" and find_spec("triton") is not None
         # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
@@ -413,12 +416,12 @@ def report(run: Run, step: int, mode: str, seen: dict) -> dict:
     if outliers := seen["outliers"]:
         if chosen := outliers.chosen:
             n = sum(c.numel() for c in chosen.values())
-            run.say(f"step {step}: OutControl keeps {n} input channels of {len(chosen)} layers in FP8 "
-                    "from now on")
+            run.say(f"step {step}: OutControl keeps {n} input channels of {len(chosen)} layers out of "
+                    "FP4 from now on")
         if overlap := outliers.overlap:
             row |= {"outlier_overlap": sum(overlap.values()) / len(overlap),
                     "outlier_overlap_min": min(overlap.values())}
-            run.say(f"step {step}: of a layer's channels in FP8, {row['outlier_overlap']:.1%} would be "
+            run.say(f"step {step}: of a layer's kept channels, {row['outlier_overlap']:.1%} would be "
                     f"chosen now too; fewest in {min(overlap, key=overlap.get)}, "
                     f"{row['outlier_overlap_min']:.1%}")
     if seen["osci"] is not None:
@@ -461,6 +464,8 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
         return every > 0 and step % every == 0
 
     for step in range(first, cfg.steps + 1):
+        if late_switch(cfg, trainer.layers, step):
+            run.say(f"step {step}: the forward pass is not rounded from now on")
         last, stop = step == cfg.steps, cfg.stop_at == step > first
         row = {"step": step, "tokens": step * cfg.batch_tokens, "seconds": trainer.seconds}
 
@@ -552,7 +557,7 @@ def introduce(run: Run, trainer: Trainer, entropy: float):
         run.say(f"recipe {cfg.recipe} rounds nothing here, so osci and outlier_frac have no effect")
     if trainer.rounds and cfg.outlier_frac and not trainer.outliers.layers:
         run.say(f"outlier_frac = {cfg.outlier_frac} is less than half a channel in every layer: "
-                "none is kept in FP8")
+                "none is kept out of FP4")
     whole = trainer.corpus.val.whole_windows(cfg.seq_len) * cfg.seq_len
     if whole < cfg.eval_tokens:
         run.say(f"validation uses all {whole:,} held-out tokens, "

@@ -3,6 +3,9 @@ import argparse
 import doctest
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,7 +17,8 @@ import eval
 import plot
 import sweep
 from config import Config
-from recipes import RECIPES
+from recipes import RECIPES, table
+from test_train import shards, tiny  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -144,6 +148,13 @@ def test_the_operand_table_is_tetrajet_base():
         assert made_from == (plain | aligned)[name]
 
 
+def test_the_table_of_recipes_is_printed_from_the_code():
+    """ Catches: a recipe that was added or changed, and not in the table. """
+    shown = re.search(r"<!-- recipes -->\n(.*?)<!-- end of recipes -->\n", README, re.DOTALL)[1]
+    assert shown == table(), "put what `python recipes.py` prints between the markers of the README"
+    assert shown.count("\n") == len(RECIPES) + 2
+
+
 def test_the_output_shown_is_that_of_the_program():
     """ Catches: a line of the quick start that the program no longer prints in this form. """
     source = (ROOT / "train.py").read_text()
@@ -152,6 +163,34 @@ def test_the_output_shown_is_that_of_the_program():
         assert f'"{key}": ' in source, key
     for words in ("backend reference: FP4 is emulated", "OutControl keeps", "OsciReset put", "val loss"):
         assert words in output and words in source, words
+
+
+def test_the_three_diffs_apply_and_train(shards, tmp_path):
+    """
+    Catches: sources that have moved away from a diff of the README, a diff that grew, and a place that a new
+    rule, format or recipe has to be added to as well.
+    """
+    if shutil.which("git") is None:
+        pytest.skip("needs git, to apply the diffs")
+    diffs = [text for language, text in FENCES if language == "diff"]
+    assert len(diffs) == 3
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    for diff in diffs:
+        changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
+        assert 0 < len(changed) < 10
+        done = subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    look = ("import torch; from quant import Operand, fake_quantize as q; from recipes import RECIPES as R; "
+            "x = torch.randn(9, 64); r = R['mine']; assert (q(x, r.dw_x).abs() <= 1.00001 * x.abs()).all(); "
+            "assert q(x, Operand(rounding='zero', rule='up')).abs().max() > 1; "
+            "w = torch.tensor([[16., 8, 5, 3, 1, .3, .1, 0]]); "
+            "assert q(w, r.y_w).tolist() == [[16, 8, 4, 4, 1, .25, 0, 0]], q(w, r.y_w)")
+    train = ["train.py", *tiny(shards, "--recipe=mine", "--steps=1", f"--out={tmp_path}")]
+    for argv in (["-c", look], train):
+        done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert "recipe mine" in done.stdout and "val_loss_fp4" in done.stdout
 
 
 # -----------------------------------------------------------------------------

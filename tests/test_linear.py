@@ -591,10 +591,10 @@ def test_ops_are_registered_correctly(channels):
                 "reference")
         torch.library.opcheck(linear_forward, args)
         y, *saved = linear_forward(*args)
-        dx_w, dw_x, dw_x8, state = (t.detach() for t in saved)
+        *operands, state = (t.detach() for t in saved)
         for need in ((True, True), (True, False), (False, True)):
-            torch.library.opcheck(linear_backward, (torch.randn_like(y).detach(), dx_w, dw_x, dw_x8, channels,
-                                                    state, 3, spec, *need, "reference", 20))
+            torch.library.opcheck(linear_backward, (torch.randn_like(y).detach(), *operands, channels, state,
+                                                    3, spec, *need, "reference", 20))
 
 
 @pytest.mark.parametrize("autocast", (False, True))
