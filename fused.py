@@ -102,6 +102,11 @@ def rounded(x: Tensor, op) -> tuple[Tensor, Tensor, Tensor | None]:
     return code, out.inner, out.outer
 
 
+def fp8(r):
+    """ The format of a recipe's outlier channels; None, as everywhere, where they stay in bf16. """
+    return None if r.outlier == "bf16" else r.outlier
+
+
 def keep_of(channels: Tensor, K: int) -> Tensor:
     """ int16 (K,): 0 for outlier channels, -1, all bits, for the others. """
     return torch.full((K,), -1, dtype=torch.int16, device=channels.device).index_fill_(0, channels, 0)
@@ -140,12 +145,13 @@ def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Ten
         for hat in (x_hat, w_hat):
             hat[:, K + C :].zero_()
         chosen_x, chosen_w = (t.index_select(1, channels) for t in (x, weight))
-        kept = Side(r.outlier if r.dw_x else None) if save else None
-        round_pair(chosen_x, Side(r.outlier if r.y_x else None), kept, eights[0], dw_x8, counter, layer,
+        eight = fp8(r)
+        kept = Side(eight if r.dw_x else None) if save else None
+        round_pair(chosen_x, Side(eight if r.y_x else None), kept, eights[0], dw_x8, counter, layer,
                    align=bool(r.dw_x and r.align))
         # the rows of dx_w that are outlier channels, made again from the FP8 weight
         again = save and whole
-        round_pair(chosen_w, Side(r.outlier if r.y_w else None), w_side if again else None, eights[1],
+        round_pair(chosen_w, Side(eight if r.y_w else None), w_side if again else None, eights[1],
                    dx_w if again else None, counter, layer, align=True, lines=channels if again else None)
     y = F.linear(x if x_hat is None else x_hat, weight.to(dtype) if w_hat is None else w_hat)
     return y, *(x.new_empty(0) if out is None else out.data for out in (dx_w, dw_x, dw_x8))
@@ -159,7 +165,7 @@ def emulate_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, c
     if row and not (row.op or row.turn):
         row = None
     col = Side(r.dw_dy, turn(r.dw_dy, r.dw_x), 5, DW_SIGNS) if need_dw else None
-    extra = Side(r.outlier if r.dw_dy else None) if need_dw and channels.numel() else None
+    extra = Side(fp8(r) if r.dw_dy else None) if need_dw and channels.numel() else None
     a, at, at8 = values(dy, T, N, row), values(dy, N, T, col), values(dy, N, T, extra)
     round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
@@ -178,10 +184,10 @@ def emulate_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, c
 
 def emulate_problem(r) -> str:
     """ Why there is no kernel for this recipe, or "". """
-    for number, op in enumerate((*r.operands, r.outlier), 1):
+    for number, op in enumerate((*r.operands, fp8(r)), 1):
         if problem := op and no_kernel(op):
             return f"operand Q{number}: {problem}" if number < 7 else f"outlier channels: {problem}"
-    if r.outlier and (problem := no_lines(r.outlier)):
+    if fp8(r) and (problem := no_lines(fp8(r))):
         return f"outlier channels: {problem}"
     if r.outlier and r.align and r.dx_w and (problem := no_lines(r.dx_w)):
         return f"operand Q4, with outlier channels: {problem}"
@@ -200,7 +206,8 @@ def native_problem(r) -> str:
     for gemm, a, b in (("Y", r.y_x, r.y_w), ("dX", r.dx_dy, r.dx_w), ("dW", r.dw_dy, r.dw_x)):
         if a.scale != b.scale:
             return f"the operands of {gemm} have scales of two formats"
-    if r.outlier and (r.outlier.grid, r.outlier.scale, r.outlier.block) != ("e4m3", "e8m0", (1, 32)):
+    if r.outlier and (not fp8(r) or (r.outlier.grid, r.outlier.scale, r.outlier.block) !=
+                      ("e4m3", "e8m0", (1, 32))):
         return "outlier channels are not MXFP8"
     return emulate_problem(r)
 

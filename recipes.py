@@ -193,7 +193,8 @@ def described(op: Operand | str | None) -> str:
 
 def table() -> str:
     """ RECIPES as a table in Markdown, a row for each recipe and a column for each operand. """
-    head = ["recipe", "X", "W", "dY", "Wᵀ", "dYᵀ", "Xᵀ", "Wᵀ, Xᵀ from", "outlier channels", "trust mask"]
+    head = ["recipe", "X", "W", "dY", "Wᵀ", "dYᵀ", "Xᵀ",
+            "Wᵀ, Xᵀ from", "outlier channels", "trust mask"]
     rows = [[f"`{name}`", *map(described, r.operands),
              "-" if not any(r.operands) else "Q2(W), Q1(X)" if r.align else "W, X", described(r.outlier),
              "yes" if r.trust else "-"]

@@ -524,10 +524,10 @@ def test_what_is_kept():
     x, weight = randn(128, 128).to(DEVICE), randn(112, 128, seed=1).to(DEVICE)
     channels = torch.arange(0, 128, 4, device=DEVICE)
     args = COUNTER.state.to(DEVICE), 1, FULL.spec()
-    _, *kept, _ = linear_forward(x, weight, channels, *args, True, "native")
+    _, *kept, _, _, _ = linear_forward(x, weight, channels, *args, True, "native")
     assert [t.numel() * 8 for t in kept] == [128 * (112 * 4.5 + 32), 128 * 128 * 4.75, 32 * 128 * 8.25]
     for backend in ("emulate", "native"):
-        _, *kept, _ = linear_forward(x[:1], weight, channels[:0], *args, False, backend)
+        _, *kept, _, _, _ = linear_forward(x[:1], weight, channels[:0], *args, False, backend)
         assert [t.numel() for t in kept] == [0, 0, 0]
 
 
@@ -558,7 +558,7 @@ def test_ops_are_registered_correctly(backend):
     torch.library.opcheck(linear_forward, args, test_utils=("test_schema", "test_aot_dispatch_dynamic"))
     _, *saved = linear_forward(x, weight, none, state, 3, BASE.spec(), True, backend)
     for need, test in (((True, False), "test_faketensor"), ((False, True), "test_schema")):
-        args = dy, *saved[:3], none, saved[3], 3, BASE.spec(), *need, backend, 32
+        args = dy, *saved[:5], none, saved[5], 3, BASE.spec(), *need, backend, 32
         torch.library.opcheck(linear_backward, args, test_utils=test)
 
 
