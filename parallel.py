@@ -107,7 +107,12 @@ class Ranks:
         return self.mode == "fsdp"
 
     def finish(self):
+        """ Part from the others, at the end of a good run. """
         if self.world > 1:
+            dist.barrier()
+            # A thread of gloo's that has just summed a tensor needs the interpreter to let go of it, and to
+            # end the group is to wait for that thread with the interpreter held: one run in twenty hung here
+            time.sleep(0.2)
             dist.destroy_process_group()
 
     # -------------------------------------------------------------------------
