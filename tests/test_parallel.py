@@ -37,6 +37,9 @@ UNEVEN = [*FULL, "--d_model=50", "--n_head=5", "--d_ff=37"]
 # rounds the last few numbers of a tensor, which do not fill a vector, in another way: parts are multiples of
 # 32. Then two ranks compute the same bits either way, since a + b = b + a
 EXACT = [*FULL, "--clip=0", "--d_model=64", "--n_head=2", "--d_ff=32"]
+# what else acts on the rows of a rank. No channel is chosen while it acts
+ACTS = {"freeze": ["--osci_threshold=0", "--lr=1e-2", "--outlier_start=0.1", "--outlier_window=0.1"],
+        "dampen": ["--osci_strength=10", "--outlier_start=0.1", "--outlier_window=0.1"]}
 BF16 = ["--recipe=bf16", "--eval_every=3", "--eval_tokens=320", "--steps=6"]
 NEAREST = ["--recipe=tetrajet_base", "--quantizers=1,2", *BF16[1:]]
 
@@ -146,6 +149,9 @@ def done(shards, tmp_path_factory):    # noqa: F811
                 ("stopped-fsdp", run, flags("fsdp-ddp", *EXACT, "--stop_at=10", "--parallel=fsdp")),
                 ("ddp-fsdp", run, flags("ddp-fsdp", *EXACT, "--parallel=fsdp")),
                 ("fsdp-ddp", run, flags("fsdp-ddp", *EXACT)),
+                *((f"{osci}-{mode}", run, flags(f"{osci}-{mode}", *EXACT, *more, f"--osci={osci}",
+                                                f"--parallel={mode}"))
+                  for osci, more in ACTS.items() for mode in ("ddp", "fsdp")),
                 ("micro-bf16", run, flags("micro-2", *BF16, "--micro_batch=1")),
                 ("micro-fsdp", run, flags("micro-fsdp", *BF16, "--micro_batch=1", "--parallel=fsdp")),
                 ("mistakes", mistakes, flags("none")),
@@ -229,6 +235,21 @@ def test_ddp_and_fsdp_are_the_same_run(done):
     assert a["step"] == b["step"] == 20
     assert_same(learned(a), learned(b))
     assert_same(learned(last_state(done.out / "fsdp-ddp")), learned(b))
+
+
+@pytest.mark.parametrize("osci", ACTS)
+def test_remedies_do_the_same_to_rows(done, osci):
+    """ Catches: Freeze that writes into a copy of the rows, Dampen whose gradient goes to other rows. """
+    a, b = (last_state(done.out / f"{osci}-{mode}") for mode in ("ddp", "fsdp"))
+    assert_same(learned(a), learned(b))
+    reports = [[row["osci_penalty"] for row in rows(done.out / f"{osci}-{mode}") if row["osci_tracked"]]
+               for mode in ("ddp", "fsdp")]
+    assert len(reports[0]) > 0
+    np.testing.assert_allclose(*(np.array(report, float) for report in reports), rtol=1e-5)
+    if osci == "freeze":
+        assert any(kept["frozen"].any() for kept in a["osci"]["kept"].values())
+    else:
+        assert float(reports[0][0]) > 0
 
 
 def test_reports_count_the_rows_of_all_ranks(done):
