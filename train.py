@@ -338,7 +338,7 @@ class Trainer:
     def share(self, ranks: Ranks):
         """ Train together with these ranks. For a fresh trainer, whose weights are the same on each. """
         cfg, self.ranks = self.cfg, ranks
-        if ranks.sharded:
+        if ranks.sharded and self.osci:
             check_rows(cfg, self.layers, ranks.world)
         self.counter.state[3] = ranks.rank
         compiled = cfg.compile and self.device.type == "cuda" and find_spec("triton") is not None
@@ -449,8 +449,6 @@ class Trainer:
 
 def check_rows(cfg: Config, layers: dict[str, QuantLinear], world: int):
     """ ConfigError unless what cfg does about oscillation can be done to some rows of a weight at a time. """
-    if cfg.osci == "off":
-        return
     if cfg.osci in ("random", "nearest", "qema"):
         why = "rounds a weight that the forward pass needs whole" if cfg.osci == "qema" else \
               "chooses among all weights of a layer"
