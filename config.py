@@ -38,6 +38,7 @@ class Config:
     seed: int = 1                       # decides the first weights, the order of the data, the rounding noise
     device: str = "auto"                # auto | cpu | cuda | mps; auto = cuda where there is one, else cpu
     backend: str = "auto"               # auto | reference | emulate | native: who rounds and multiplies
+    parallel: str = "ddp"               # ddp | fsdp: how torchrun's ranks share the model; fsdp cuts it up
     compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
     recompute: bool = False             # compute blocks again in the backward pass: less memory, more time
     overwrite: bool = False             # delete a finished or unfinished run of the same name and start anew
@@ -134,8 +135,8 @@ class Config:
 KINDS = {f.name: f.type for f in fields(Config)}
 # knobs that may differ when a run is continued: they change what is written, where it runs or which noise
 # is drawn, not what is computed in the mean
-FREE = ("device", "backend", "compile", "recompute", "overwrite", "stop_at", "dry_run", "out", "name",
-        "micro_batch", "log_every", "eval_every", "save_every", "sample_tokens")
+FREE = ("device", "backend", "parallel", "compile", "recompute", "overwrite", "stop_at", "dry_run", "out",
+        "name", "micro_batch", "log_every", "eval_every", "save_every", "sample_tokens")
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 'text, such as "auto"'}
 
 
@@ -303,6 +304,7 @@ def help_text() -> str:
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "backend": ("auto", "reference", "emulate", "native"),
+    "parallel": ("ddp", "fsdp"),
     "schedule": ("cosine", "linear"),
     "scale_rule": ("", "nearest", "up", "17/16"),
     "backward": ("", "rtn", "sr"),
@@ -400,6 +402,20 @@ def check_sizes(cfg: Config):
          f"type --micro_batch={math.gcd(micro, sequences)}")
     need(cfg.eval_tokens >= cfg.seq_len,
          f"eval_tokens = {cfg.eval_tokens} is less than a sequence: type --eval_tokens={cfg.seq_len}")
+
+
+def check_share(cfg: Config, world: int):
+    """ Whether each of `world` ranks can take the same share of a batch. """
+    sequences = cfg.batch_tokens // cfg.seq_len
+    nearest = max(1, round(sequences / world)) * world
+    need(sequences % world == 0,
+         f"batch_tokens = {cfg.batch_tokens} is {sequences} sequences, which {world} ranks cannot share "
+         f"evenly: type --batch_tokens={nearest * cfg.seq_len}")
+    own = sequences // world
+    micro = cfg.micro_batch or own
+    need(own % micro == 0,
+         f"micro_batch = {micro} does not divide a rank's share of {own} sequences: "
+         f"type --micro_batch={math.gcd(micro, own)}")
 
 
 def check_phases(cfg: Config):

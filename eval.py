@@ -31,7 +31,8 @@ from torch import nn
 
 from config import Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
-from model import GPT
+from model import GPT, IGNORE
+from parallel import ALONE, Ranks
 from quant import Counter, QuantLinear, Recipe, quantize, quantizers_off
 from recipes import RECIPES, altered
 from remedies import QEma
@@ -314,35 +315,42 @@ def first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def val_loss(model: GPT, corpus: Corpus, cfg: Config) -> float:
+def val_loss(model: GPT, corpus: Corpus, cfg: Config, ranks: Ranks = ALONE) -> float:
     """
-    Cross entropy in nats per token over the first cfg.eval_tokens held-out tokens, the same ones every time.
+    Cross entropy in nats per token over the first cfg.eval_tokens held-out tokens, the same ones every time,
+    shared among the ranks.
     """
     device = next(model.parameters()).device
     total = min(cfg.eval_tokens // cfg.seq_len, corpus.val.whole_windows(cfg.seq_len))
-    batch = cfg.micro_batch or cfg.batch_tokens // cfg.seq_len
-    ce_sum, count = 0.0, 0
+    batch = cfg.micro_batch or cfg.batch_tokens // cfg.seq_len // ranks.world
+    ce_sum = count = torch.zeros((), dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
-    for first in range(0, total, batch):
+    for begin in range(0, total, batch * ranks.world):
+        first = begin + ranks.rank * batch
+        n_rows = min(batch, total - first)
+        # where no sequence is left for this rank it computes one that does not count: under FSDP the others
+        # cannot do without its weights
         rows = corpus.val.sequences(
-            first, min(batch, total - first), cfg.seq_len, seed=0, shuffle=0).to(device)
+            first if n_rows > 0 else 0, max(1, n_rows), cfg.seq_len, seed=0, shuffle=0).to(device)
+        targets = rows[:, 1:] if n_rows > 0 else torch.full_like(rows[:, 1:], IGNORE)
         with autocast(device):
-            ce, _, n = model(rows[:, :-1], rows[:, 1:])
+            ce, _, n = model(rows[:, :-1], targets)
         ce_sum, count = ce_sum + ce.double(), count + n
     model.train(was_training)
+    ce_sum, count = ranks.total(ce_sum, count)
     return float(ce_sum / count)
 
 
-def val_losses(model: GPT, corpus: Corpus, cfg: Config) -> dict[str, float]:
+def val_losses(model: GPT, corpus: Corpus, cfg: Config, ranks: Ranks = ALONE) -> dict[str, float]:
     """
     The loss with the recipe's forward, which is what would be deployed, and of the same weights unrounded.
     """
-    fp4 = bf16 = val_loss(model, corpus, cfg)
+    fp4 = bf16 = val_loss(model, corpus, cfg, ranks)
     # a recipe whose forward pass rounds nothing has the same loss twice
     if any(m.recipe.y_x or m.recipe.y_w for m in model.modules() if isinstance(m, QuantLinear)):
         with quantizers_off(model):
-            bf16 = val_loss(model, corpus, cfg)
+            bf16 = val_loss(model, corpus, cfg, ranks)
     return {"val_loss_fp4": fp4, "val_loss_bf16": bf16}
 
 

@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quant import (E2M1, E8M0_SMALLEST, RESET_CHOICE, TENSOR, Quantized, QuantLinear, decode, grid_value,
-                   quantize, random_subset)
+                   own_rows, quantize, random_subset)
 
 MODES = ("watch", "full", "topk", "edge", "random", "nearest")
 NEAR = 0.1       # of the gap: how close to a threshold a weight must be to count as near it in the report
@@ -63,11 +63,12 @@ THRESHOLDS = [((low + high) / 2, high - low) for low, high in zip(_VALUES, _VALU
 
 def rounded_weight(layer: QuantLinear) -> tuple[Tensor, Quantized]:
     """
-    The weight, float32 (N, K), outlier columns zero; and what the forward pass rounds it to. That is Q2
-    of the weight itself, unless a remedy has put a stand-in in its place, which rounds to other codes.
+    The weight, float32 (N, K), outlier columns zero: of it, the rows that this process holds. And what the
+    forward pass rounds it to. That is Q2 of the weight itself, unless a remedy has put a stand-in in its
+    place, which rounds to other codes.
     """
     q = quantize(layer.forward_weight().detach().float(), layer.recipe.y_w)
-    w = layer.weight.detach().float()
+    w = own_rows(layer.weight).detach().float()
     return w.index_fill(1, layer.channels, 0.0) if layer.split else w, q
 
 
@@ -152,9 +153,10 @@ def safe_to_write(w: Tensor, q: Quantized, new: Tensor, code: Tensor, mask: Tens
 @torch.no_grad()
 def reset(layer: QuantLinear, w: Tensor, q: Quantized, mask: Tensor) -> Tensor:
     """ w <- Q(w) where mask is true and safe_to_write() agrees, in place; -> mask (N, K) of these. """
-    new = q.dequantize().to(layer.weight.dtype)
+    weight = own_rows(layer.weight)
+    new = q.dequantize().to(weight.dtype)
     mask = safe_to_write(w, q, new.float(), q.code, mask)
-    layer.weight.copy_(torch.where(mask, new, layer.weight))
+    weight.copy_(torch.where(mask, new, weight))
     return mask
 
 
@@ -176,6 +178,9 @@ class Window:
     Q(w_t-1) is not kept: its code and the scales of its blocks are. And dist_Q - tau * dist_M takes the place
     of the two sums, since its sign is all that is asked for. So a tracked weight costs 11 bytes (9 in mode
     full), and each weight of the layer another .1 for the scales: .65 per weight of the layer at track = .05.
+
+    Where FSDP has dealt out the rows of a weight, a process has the window of its rows. All that has two
+    dimensions is by rows then (scales too, which need blocks within a row); counts are those of these rows.
     """
     columns: Tensor | None     # (N, n) int16 or int32
     w: Tensor                  # (N, n) float32, the weights at the last step

@@ -1050,6 +1050,14 @@ class _InPlaceOf(torch.autograd.Function):
         return dy, None
 
 
+def own_rows(weight: Tensor) -> Tensor:
+    """
+    The rows of a weight, or of its gradient, that this process holds: all, unless FSDP has dealt them out to
+    several. A view, through which they can be written. A block within a row is whole, wherever the row lies.
+    """
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
 class QuantLinear(nn.Linear):
     """
     nn.Linear whose three GEMMs follow a Recipe. With a recipe that rounds nothing it is nn.Linear, exactly.
@@ -1104,8 +1112,11 @@ class QuantLinear(nn.Linear):
         self.split = bool(chosen) and chosen != none
 
     def forward_weight(self) -> Tensor:
-        """ The weight that the FP4 GEMM of the forward pass rounds, (N, K): outlier columns are zero. """
-        weight = self.weight if self.stand_in is None else self.stand_in
+        """
+        The weight that the FP4 GEMM of the forward pass rounds, (N, K), outlier columns zero: of it, the rows
+        that this process holds.
+        """
+        weight = own_rows(self.weight) if self.stand_in is None else self.stand_in
         return _zero_columns(weight, self.channels) if self.split else weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from osci import OsciReset, Report, full_scale, level, max_in_block, rounded_weight, safe_to_write
-from quant import E2M1, E8M0_SMALLEST, Quantized, QuantLinear, encode, grid_value, round_to_grid
+from quant import (E2M1, E8M0_SMALLEST, Quantized, QuantLinear, encode, grid_value, own_rows, round_to_grid)
 
 
 def cosine(first: float, last: float, progress: float) -> float:
@@ -98,7 +98,7 @@ class Remedy:
         for name, layer in layers.items():
             kept = state["kept"][name]
             if {key: (t.dtype, t.shape) for key, t in kept.items()} != {
-                    key: (dtype, layer.weight.shape) for key, dtype in cls.KEPT.items()}:
+                    key: (dtype, own_rows(layer.weight).shape) for key, dtype in cls.KEPT.items()}:
                 raise ValueError(f"what {cls.__name__} has kept of {name} does not fit the layer")
             all_kept[name] = {key: t.to(layer.weight.device, copy=True) for key, t in kept.items()}
         return all_kept
@@ -293,9 +293,10 @@ class Freeze(Remedy):
         mask = kept["frozen"] & ~(holds_scale & (code != q.code))
         if layer.split:
             mask = mask.index_fill(1, layer.channels, False)
-        new = (grid_value(code, q.operand) * full_scale(q)).to(layer.weight.dtype)
+        weight = own_rows(layer.weight)
+        new = (grid_value(code, q.operand) * full_scale(q)).to(weight.dtype)
         mask = safe_to_write(w, q, new.float(), code, mask)
-        layer.weight.copy_(torch.where(mask, new, layer.weight))
+        weight.copy_(torch.where(mask, new, weight))
         return mask
 
 
@@ -341,7 +342,7 @@ class Dampen(Remedy):
         progress = min(1.0, (step - self.start) / max(1, self.steps - 1 - self.start))
         strength = cosine(0.0, self.strength, progress)
         for layer in self.layers.values():
-            layer.weight.grad += self.distance(layer) * (2 * strength)
+            own_rows(layer.weight.grad).add_(self.distance(layer) * (2 * strength))
 
     def act(self, layer: QuantLinear, kept: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         return {"penalty": self.distance(layer).square().sum()}

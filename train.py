@@ -8,7 +8,8 @@ Train a language model with all linear layers in FP4, forward and backward.
 Everything of a run lies in out/<name>/: config.json, metrics.csv (one row per logged step), log.txt and the
 last two checkpoints. The same command again continues a run that was killed, from its newest checkpoint, and
 computes what it would have computed without the interruption: bit for bit on a CPU, SR noise included, since
-every random number is a function of (seed, step, micro-step, layer, operand).
+every random number is a function of (seed, step, micro-step, layer, operand). Under torchrun several
+processes, ranks, train together (parallel.py), and the rank too is part of a random number's address.
 """
 import os
 
@@ -22,6 +23,7 @@ import math
 import re
 import sys
 import time
+import traceback
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,9 +34,10 @@ from config import EMA_WARMUP, FREE, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, checkpoints, commit, first_line,
                   late_switch, newest_checkpoint, pick_device, recipe_of, sample, val_losses)
-from osci import OsciReset
+from osci import OsciReset, Report
 from outliers import OutControl
-from quant import QuantLinear, Recipe
+from parallel import ALONE, Ranks, launched, leave, lost, one_voice, speaks, start
+from quant import TENSOR, QuantLinear, Recipe, own_rows
 from remedies import Dampen, Freeze, QEma
 
 # what OsciReset, or what takes its place, reports of a window (osci.Report.row), summed over layers
@@ -66,8 +69,9 @@ class Run:
 
     OURS = re.compile(r"ckpt_\d{9}\.(pt|tmp)|config\.json(\.tmp)?|metrics\.csv(\.tmp)?|log\.txt")
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, writes: bool = True):
         self.folder = Path(cfg.out) / cfg.name
+        self.writes = writes                               # else it says and writes nothing: one rank does
         self.lock = None
         self.last_good: Path | None = None                 # the checkpoint loaded or written last
         self.warned = False
@@ -193,6 +197,8 @@ class Run:
             self.warned = True
 
     def say(self, line: str = ""):
+        if not self.writes:
+            return
         try:
             print(line, flush=True)
         except OSError:                                    # whoever read the output has left: `| head -1`
@@ -201,6 +207,8 @@ class Run:
 
     def row(self, values: dict):
         """ One row of metrics.csv; a column that was not measured at this step stays empty. """
+        if not self.writes:
+            return
         shown = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in (values.get(c, "") for c in COLUMNS)]
         self._append("metrics.csv", ",".join(shown) + "\n")
 
@@ -209,6 +217,8 @@ class Run:
         Write ckpt_<step>.pt under a temporary name, sync it to the disk, rename it; keep the one before.
         A kill at any moment leaves a whole checkpoint. False, with a message, if it cannot be written.
         """
+        if not self.writes:
+            return True
         path = self.folder / f"ckpt_{state['step']:09d}.pt"
         temporary = path.with_suffix(".tmp")
         try:
@@ -262,18 +272,19 @@ def clock(seconds: float) -> str:
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s"
 
 
-def not_finite(run: Run, model: torch.nn.Module, step: int) -> TrainingError:
+def not_finite(run: Run, trainer: "Trainer", step: int) -> TrainingError:
     """
     The error that ends a run at a NaN or Inf: it names the first weight that holds one, and a way out.
     """
-    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    bad = [name for name, p in trainer.model.named_parameters()
+           if trainer.ranks.any(not own_rows(p.detach()).isfinite().all())]
     where = f"the first bad weight is {bad[0]}" if bad else "all weights are still finite"
     return TrainingError(f"step {step}: the loss is not finite, {where}; lower --lr and start anew, "
                          f"or continue from {run.last_good or 'nothing: no checkpoint yet'}")
 
 
-def out_of_memory(cfg: Config) -> str:
-    sequences = cfg.batch_tokens // cfg.seq_len
+def out_of_memory(cfg: Config, world: int = 1) -> str:
+    sequences = cfg.batch_tokens // cfg.seq_len // world
     now = cfg.micro_batch or sequences
     smaller = next((n for n in range(now - 1, 0, -1) if sequences % n == 0), 0)
     cure = f"--micro_batch={smaller}" if smaller else "a smaller --seq_len"
@@ -302,12 +313,9 @@ class Trainer:
     """ Everything that lives while training, and what of it a checkpoint holds. """
 
     def __init__(self, cfg: Config, corpus: Corpus):
-        self.cfg, self.corpus = cfg, corpus
+        self.cfg, self.corpus, self.ranks = cfg, corpus, ALONE
         self.device = pick_device(cfg)
         self.model, self.layers, self.counter = build(cfg, corpus.vocab_size, self.device)
-        # the fused update is one kernel on a GPU and one pass on a CPU
-        self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
-                                           betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
         self.recipe, self.backend = recipe_of(cfg), next(iter(self.layers.values())).backend
         recipe = self.recipe
         rounded = {name: layer for name, layer in self.layers.items() if any(layer.recipe.operands)}
@@ -326,21 +334,33 @@ class Trainer:
                 raise ConfigError(f"osci = {cfg.osci!r} is about weights rounded to E2M1 as they are, and "
                                   f"recipe {cfg.recipe} does not round such: type --osci=off")
             self.osci = against_oscillation(cfg, rounded)
-        compiled = cfg.compile and self.device.type == "cuda" and find_spec("triton") is not None
-        # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
-        self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.step = 0
         self.seconds = 0.0
+        self.share(ALONE)
+
+    def share(self, ranks: Ranks):
+        """ Train together with these ranks. For a fresh trainer, whose weights are the same on each. """
+        cfg, self.ranks = self.cfg, ranks
+        if ranks.sharded and self.osci:
+            check_rows(cfg, self.layers, ranks.world)
+        self.counter.state[3] = ranks.rank
+        compiled = cfg.compile and self.device.type == "cuda" and find_spec("triton") is not None
+        # checkpoints, evaluation and sampling use the module itself, so no key ever gets a compiler's prefix
+        self.forward = ranks.share(self.model, compiled)
+        # the fused update is one kernel on a GPU and one pass on a CPU
+        self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
+                                           betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
 
     def state(self) -> dict:
-        return {
+        """ All of it, on rank 0; the other ranks have to call it too. """
+        return self.ranks.whole({
             "format": CHECKPOINT_FORMAT, "config": self.cfg.to_dict(), "commit": commit(),
             "recipe": self.recipe.spec(),
             "vocab_size": self.corpus.vocab_size, "train_tokens": self.corpus.train.n_tokens,
             "step": self.step, "seconds": self.seconds, "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(), "outliers": self.outliers.state_dict(),
             "osci": self.osci.state_dict() if self.osci else None,
-        }
+        })
 
     def load(self, state: dict):
         """ Continue from a checkpoint. ConfigError if it does not fit: the file may come from anywhere. """
@@ -350,6 +370,7 @@ class Trainer:
                               f"{state['vocab_size']} ids and the data now has {tokens:,} of {vocab}; type "
                               "--data=DIR of the same data, or --name=ANOTHER for a new run")
         try:
+            state = self.ranks.parts(state, self.model, self.optimizer)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             # the fused update trusts these shapes
@@ -366,13 +387,16 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
 
     def micro_batches(self):
-        """ The sequences of this step: a function of (seed, step) alone, so there is no loader to save. """
-        cfg = self.cfg
+        """
+        Our share of the sequences of this step: a function of (seed, step, rank), so there is no loader to
+        save. Together the ranks have what a single one would have. -> micro-step, inputs, targets
+        """
+        cfg, (rank, world) = self.cfg, (self.ranks.rank, self.ranks.world)
         sequences = cfg.batch_tokens // cfg.seq_len
-        size = cfg.micro_batch or sequences
-        for micro in range(sequences // size):
-            rows = self.corpus.train.sequences(self.step * sequences + micro * size, size, cfg.seq_len,
-                                               cfg.seed, cfg.shuffle)
+        size = cfg.micro_batch or sequences // world
+        for micro in range(sequences // world // size):
+            first = self.step * sequences + (micro * world + rank) * size
+            rows = self.corpus.train.sequences(first, size, cfg.seq_len, cfg.seed, cfg.shuffle)
             if self.device.type == "cuda":
                 rows = rows.pin_memory()
             rows = rows.to(self.device, non_blocking=True)
@@ -383,20 +407,27 @@ class Trainer:
         One optimizer step -> train_loss, z_loss, grad_norm as tensors on the device, and what was measured of
         outlier channels and of oscillation.
         """
-        cfg, device = self.cfg, self.device
+        cfg, device, ranks = self.cfg, self.device, self.ranks
         self.outliers.begin_step(self.step)
         ce_total = z_total = torch.zeros((), device=device)
+        tokens = 0
         for micro, inputs, targets in self.micro_batches():
             self.counter.set(self.step, micro)
-            with autocast(device):
-                ce, z, _ = self.forward(inputs, targets)
-            # sums over the whole step's tokens, so that the split into micro-batches does not matter
-            ((ce + cfg.z_loss * z) / cfg.batch_tokens).backward()
+            tokens += inputs.numel() * ranks.world
+            with ranks.micro_step(self.forward, last=tokens == cfg.batch_tokens):
+                with autocast(device):
+                    ce, z, _ = self.forward(inputs, targets)
+                # sums over the whole step's tokens, so that the split into micro-batches does not matter.
+                # DDP and FSDP take the mean of the ranks' gradients, and ours is the sum of their losses
+                ((ce + cfg.z_loss * z) * ranks.world / cfg.batch_tokens).backward()
             ce_total, z_total = ce_total + ce.detach(), z_total + z.detach()
+        ce_total, z_total = ranks.total(ce_total, z_total)
         outliers = self.outliers.after_step(self.step)
         if isinstance(self.osci, Dampen):
             self.osci.add_gradient(self.step)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip or math.inf)
+        if ranks.sharded:    # it is then what each rank has of the sum
+            norm = norm.full_tensor()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(cfg, self.step)
         self.optimizer.step()
@@ -404,7 +435,36 @@ class Trainer:
         osci = self.osci.after_step(self.step) if self.osci else None
         self.step += 1
         return {"train_loss": ce_total / cfg.batch_tokens, "z_loss": z_total / cfg.batch_tokens,
-                "grad_norm": norm, "outliers": outliers, "osci": osci}
+                "grad_norm": norm, "outliers": outliers, "osci": self.over_ranks(osci)}
+
+    def over_ranks(self, osci: Report | None) -> Report | None:
+        """ A report whose rows lie on several ranks, added up. """
+        if osci is None or not self.ranks.sharded:
+            return osci
+        names = [name for name in vars(osci) if name != "layers"]
+        table = torch.tensor([[getattr(r, name) for name in names] for r in osci.layers.values()],
+                             dtype=torch.float64, device=self.device)
+        table = self.ranks.total(table)[0].tolist()
+        return Report.total({layer: Report(**{name: type(getattr(osci, name))(x)
+                                              for name, x in zip(names, row)})
+                             for layer, row in zip(osci.layers, table)})
+
+
+def check_rows(cfg: Config, layers: dict[str, QuantLinear], world: int):
+    """ ConfigError unless what cfg does about oscillation can be done to some rows of a weight at a time. """
+    if cfg.osci in ("random", "nearest", "qema"):
+        why = "rounds a weight that the forward pass needs whole" if cfg.osci == "qema" else \
+              "chooses among all weights of a layer"
+        raise ConfigError(f"osci = {cfg.osci!r} {why}, and parallel = 'fsdp' deals out its rows: "
+                          "type --parallel=ddp")
+    for name, layer in layers.items():
+        op, N = layer.recipe.y_w, layer.out_features
+        if op and (op.block[0] > 1 or op.outer == TENSOR):
+            raise ConfigError(f"recipe {cfg.recipe} has scales over several rows of a weight, and osci under "
+                              "parallel = 'fsdp' sees some of its rows: type --parallel=ddp, or --osci=off")
+        if op and (world - 1) * -(-N // world) >= N:
+            raise ConfigError(f"{name} has {N} rows, too few for {world} ranks under parallel = 'fsdp': type "
+                              "--parallel=ddp")
 
 
 def report(run: Run, step: int, mode: str, seen: dict) -> dict:
@@ -475,7 +535,7 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
 
         # once in a while, and at the end: validation loss, with the recipe's forward and without rounding
         if last or (due(cfg.eval_every, step) and step > 0):
-            row |= val_losses(model, corpus, cfg)
+            row |= val_losses(model, corpus, cfg, trainer.ranks)
             run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
                     f"{row['val_loss_bf16']:.4f} (no rounding)")
         if last or stop:
@@ -492,7 +552,7 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
         # bool(bad) waits for the device: before a number is shown, and before the clock stops for something
         # else. Nothing that is not finite is ever evaluated or saved
         if (log or pause) and bool(bad):
-            raise not_finite(run, model, step)
+            raise not_finite(run, trainer, step)
         trainer.seconds += time.time() - start
         trained += time.time() - start
         # ---- end of the timed part
@@ -516,12 +576,18 @@ def summary(run: Run, trainer: Trainer, row: dict):
     """ A sample of text, and the last thing printed: one greppable `key: value` block. """
     device = trainer.device
     if trainer.cfg.sample_tokens:
+        problem = ""
         try:
-            text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
-            run.say(f"\na sample, with the recipe's forward:\n{text}\n")
+            trainer.corpus.encoding
         except DataError as error:
             # no vocabulary to decode with: the run itself is fine
-            run.say(f"no sample: {error}")
+            problem = str(error)
+        # under FSDP the ranks can only write together
+        if trainer.ranks.any(bool(problem)):
+            run.say(f"no sample: {problem or 'another rank has no vocabulary'}")
+        else:
+            text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
+            run.say(f"\na sample, with the recipe's forward:\n{text}\n")
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _peak_rss()
     trained = trainer.step * trainer.cfg.batch_tokens
     values = {
@@ -551,6 +617,9 @@ def introduce(run: Run, trainer: Trainer, entropy: float):
     cfg, device, count = trainer.cfg, trainer.device, trainer.model.num_params()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     run.say(f"torch {torch.__version__}, {name}, commit {commit()}, run {run.folder}, recipe {cfg.recipe}")
+    if (ranks := trainer.ranks).world > 1:
+        run.say(f"{ranks.world} ranks by {ranks.mode}, "
+                f"{cfg.batch_tokens // cfg.seq_len // ranks.world} sequences each in a step")
     if trainer.rounds:
         run.say(SPEED[trainer.backend])
     elif cfg.osci != "off" or cfg.outlier_frac:
@@ -578,51 +647,83 @@ def initial_weights(cfg: Config, run: Run, trainer: Trainer) -> str:
     return init_weights(trainer.model, cfg)
 
 
+def work(cfg: Config, run: Run, ranks: Ranks):
+    """ From a config to the last line printed. """
+    with ranks.together():
+        corpus = open_corpus(cfg.data)
+        trainer = Trainer(cfg, corpus)
+        # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
+        if not cfg.dry_run:
+            entropy = corpus.val.unigram_entropy()
+            corpus.val.whole_windows(cfg.seq_len)
+            origin = initial_weights(cfg, run, trainer)
+    trainer.share(ranks)
+    if cfg.dry_run:
+        if ranks.first:
+            print(json.dumps(cfg.to_dict(), indent=1))
+            print(layer_table(trainer.layers, cfg))
+        return
+    with ranks.together():
+        next(trainer.micro_batches())
+        state = run.open(cfg, trainer.recipe) if ranks.first else None
+    state = ranks.from_first(state)
+    if state:
+        trainer.load(state)
+        del state
+    introduce(run, trainer, entropy)
+    if origin:
+        run.say(origin)
+    row = train(cfg, run, trainer)
+    if row is not None:
+        summary(run, trainer, row)
+
+
+def fault(error: BaseException, cfg: Config, ranks: Ranks) -> tuple[str, int, bool]:
+    """
+    What to say of an error, the exit code, and whether other ranks have the same error at the same moment;
+    "" for an error that nobody foresaw.
+    """
+    if isinstance(error, ConfigError):
+        return f"error: {error}", 2, True
+    if isinstance(error, DataError):
+        return f"error: {error}", 2, False
+    # the CPU's allocator has no exception of its own
+    if (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or
+            isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return f"error: {out_of_memory(cfg, ranks.world)}", 2, False
+    if isinstance(error, TrainingError):
+        return f"error: {error}", 1, True
+    if isinstance(error, KeyboardInterrupt):
+        return "\ninterrupted; the same command continues from the last checkpoint", 130, True
+    if isinstance(error, RuntimeError) and lost(error):
+        return (f"error: another rank has gone, see what it says ({first_line(error)}); "
+                "the same command continues from the last checkpoint"), 1, False
+    return "", 1, False
+
+
 def main(argv: list[str]):
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
-    cfg = load(argv)
-    run = Run(cfg)
+    with one_voice():
+        cfg = load(argv)
+    ranks, run = ALONE, Run(cfg)
     try:
-        corpus = open_corpus(cfg.data)
-        trainer = Trainer(cfg, corpus)
-        if cfg.dry_run:
-            print(json.dumps(cfg.to_dict(), indent=1))
-            print(layer_table(trainer.layers, cfg))
-            return
-        # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
-        entropy = corpus.val.unigram_entropy()
-        corpus.val.whole_windows(cfg.seq_len)
-        next(trainer.micro_batches())
-        origin = initial_weights(cfg, run, trainer)
-        state = run.open(cfg, trainer.recipe)
-        if state:
-            trainer.load(state)
-            del state
-        introduce(run, trainer, entropy)
-        if origin:
-            run.say(origin)
-        row = train(cfg, run, trainer)
-        if row is not None:
-            summary(run, trainer, row)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2)
-    except (torch.OutOfMemoryError, MemoryError):
-        print(f"error: {out_of_memory(cfg)}", file=sys.stderr)
-        raise SystemExit(2)
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1)
-    except RuntimeError as error:
-        # the CPU's allocator has no exception of its own
-        if "can't allocate memory" not in str(error):
+        ranks = start(cfg, pick_device(cfg))
+        run.writes = ranks.first
+        work(cfg, run, ranks)
+        ranks.finish()
+    except BaseException as error:
+        line, code, shared = fault(error, cfg, ranks)
+        tells = not shared or ranks.first and speaks()
+        if line and tells:
+            print(line if shared or ranks.world == 1 else f"rank {ranks.rank}: {line}", file=sys.stderr)
+        if launched():
+            if not line:
+                traceback.print_exc()
+            leave(code, told=tells)
+        if not line:
             raise
-        print(f"error: {out_of_memory(cfg)}", file=sys.stderr)
-        raise SystemExit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr)
-        raise SystemExit(130)
+        raise SystemExit(code)
     finally:
         run.close()
 

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 import config
 import data
@@ -29,10 +30,18 @@ SOURCES = sorted(path for folder in (".", ".ci", "configs", "sweeps", "tests")
 
 
 def commands(program: str) -> list[list[str]]:
-    """ The arguments of each `python program ...` in the README's fences. """
+    """ The arguments of each `python program ...`, or `torchrun ... program ...`, in the README's fences. """
     lines = "\n".join(text for _, text in FENCES).replace("\\\n", " ").splitlines()
-    words = [shlex.split(line.split("&&")[-1], comments=True) for line in lines if "python " in line]
-    return [w[2:] for w in words if w[:2] == ["python", program]]
+    words = [shlex.split(line.split("&&")[-1], comments=True) for line in lines
+             if "python " in line or line.startswith("torchrun ")]
+    return [w[w.index(program) + 1 :] for w in words
+            if w[:2] == ["python", program] or w[0] == "torchrun" and program in w]
+
+
+def launches() -> list[list[str]]:
+    """ The arguments of each `torchrun ...`. """
+    lines = "\n".join(text for _, text in FENCES).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("torchrun ")]
 
 
 def rows(first_header: str) -> list[list[str]]:
@@ -54,6 +63,18 @@ def test_train_commands_parse(argv, capsys):
     else:
         cfg = config.parse(argv)
         assert isinstance(cfg, Config) and cfg.recipe in RECIPES
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+@pytest.mark.parametrize("argv", launches(), ids=" ".join)
+def test_torchrun_commands_can_share_their_batch(argv):
+    """ Catches: a flag that torchrun does not know, and a number of ranks that cannot share the batch. """
+    from torch.distributed.run import get_args_parser
+    options = get_args_parser().parse_args(argv)
+    assert options.training_script == "train.py"
+    ranks = int(options.nnodes.split(":")[0]) * int(options.nproc_per_node)
+    assert ranks > 1
+    config.check_share(config.parse(options.training_script_args), ranks)
 
 
 @pytest.mark.parametrize("program, argv",
