@@ -27,7 +27,7 @@ from config import Config, ConfigError
 from data import Corpus, DataError
 from eval import val_loss
 from model import GPT
-from quant import (E2M1, E4M3, Operand, Quantized, QuantLinear, fake_quantize, outlier_values, pack, quantize,
+from quant import (E2M1, E4M3, Operand, Quantized, QuantLinear, outlier_values, pack, quantize,
                    quantizers_off)
 
 # -----------------------------------------------------------------------------
@@ -292,8 +292,7 @@ def weight_sets(layers: dict[str, QuantLinear], packed: dict[str, tuple[Quantize
 
 def recipe_weight(layer: QuantLinear) -> Tensor:
     """ The weight that the forward pass of the recipe multiplies with. """
-    op = layer.recipe.y_w
-    return with_fp8(layer, fake_quantize(layer.forward_weight(), op)) if op else layer.weight
+    return with_fp8(layer, layer.rounded_weight()) if layer.recipe.y_w else layer.weight
 
 
 def with_fp8(layer: QuantLinear, weight: Tensor) -> Tensor:

@@ -1119,6 +1119,12 @@ class QuantLinear(nn.Linear):
         weight = own_rows(self.weight) if self.stand_in is None else self.stand_in
         return _zero_columns(weight, self.channels) if self.split else weight
 
+    def rounded_weight(self) -> Tensor:
+        """ What the FP4 GEMM of the forward pass multiplies with, float32 (N, K), in W's own coordinates. """
+        r, draws = self.recipe, _Draws(self.recipe, self.counter.state, self.layer)
+        w = draws.round(draws.rotate(self.forward_weight().detach(), r.y_x, r.y_w), 2, torch.float32)
+        return _turn_back(w, draws.signs(r.y_x, r.y_w), True, w.new_empty(0), self.in_features)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.sumsq is not None and self.training:
             # a block that is computed again adds its squares twice, in all channels alike

@@ -245,6 +245,14 @@ def test_gradients_of_a_rotated_forward_are_turned_back(signs, monkeypatch):
     assert rms(seen["dw"], dy.t() @ randn(T, K)) < 0.05
 
 
+@pytest.mark.parametrize("name", ("tetrajet_base", "nvidia", "quartet", "ufp4"))
+def test_the_rounded_weight_is_what_the_forward_pass_multiplies_with(name):
+    """ Catches an export that compares with a weight rounded in other coordinates. """
+    linear, x = layer_of(RECIPES[name].only([2])), randn(T, K)
+    assert rms(linear(x), x @ linear.rounded_weight().t()) < 1e-6
+    assert 0.05 < rms(linear.rounded_weight(), linear.weight) < 0.2
+
+
 def test_a_rotated_forward_refuses_fresh_signs_and_outlier_channels():
     """ Catches an evaluation that sees another function than training, and channels that were mixed. """
     turned = replace(NVFP4, hadamard=16, signs="none")
