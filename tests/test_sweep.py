@@ -329,17 +329,22 @@ def test_ctrl_c_leaves_no_child(place, number):
     assert [name for name, _ in events(place, "end")] == ["a-s1", "wait-s1", "wait-s2"]
 
 
+def start_after_kill_9(place, text: str):
+    """ A sweep that begins while the child of a killed one, on the same list, is still training. """
+    killed = start(place, text)
+    wait_for(lambda: len(events(place, "child")) == 1)
+    killed.kill()
+    killed.communicate()
+    return start(place, text)
+
+
 @posix
 def test_after_kill_9_no_run_is_trained_twice(place):
     """
     Catches: two processes in one folder, and a second one beside the orphan of the first on a GPU for one.
     """
     text = "wait | | 1\na | | 1\n"
-    killed = start(place, text)
-    wait_for(lambda: len(events(place, "child")) == 1)
-    killed.kill()
-    killed.communicate()
-    second = start(place, text)
+    second = start_after_kill_9(place, text)
     wait_for(lambda: (place / "results/list/runs.csv").exists() and rows(place)[0]["status"] == "running")
     time.sleep(0.5)
     assert len(events(place, "begin")) == 1
@@ -354,11 +359,7 @@ def test_after_kill_9_no_run_is_trained_twice(place):
 def test_an_orphan_that_dies_is_continued(place):
     """ Catches: a run that another process left unfinished and that stays "running" for ever. """
     text = "wait | | 1\n"
-    killed = start(place, text)
-    wait_for(lambda: len(events(place, "child")) == 1)
-    killed.kill()
-    killed.communicate()
-    second = start(place, text)
+    second = start_after_kill_9(place, text)
     time.sleep(0.5)
     [[child, _, pid]] = events(place, "child")
     os.kill(int(pid), signal.SIGKILL)
