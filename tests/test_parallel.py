@@ -388,7 +388,8 @@ def test_a_fault_of_one_rank_ends_all(shards, tmp_path):    # noqa: F811
     code, output = wait(torchrun(
         "--nproc_per_node=2", f"--master_port={free_port()}", str(ROOT / "train.py"),
         *tiny(folder, f"--out={tmp_path}", "--name=r", "--recipe=bf16", "--shuffle=0", "--eval_every=0")))
-    assert code != 0 and len(re.findall(r"^rank 1: error: .*300", output, re.MULTILINE)) == 1, output
+    # not at the start of a line: the end of rank 0's last one may come after it
+    assert code != 0 and len(re.findall(r"rank 1: error: .*300", output)) == 1, output
     assert "step 2/20" in output and "step 3/20" not in output
 
 
