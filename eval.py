@@ -80,7 +80,7 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     else:
         from fused import emulate_problem, native_problem
         from gemms import NATIVE_ARCHS
-        why_not["emulate"] = recipe.no_kernel() or emulate_problem(recipe)
+        why_not["emulate"] = emulate_problem(recipe)
         why_not["native"] = native_problem(recipe)
         if cfg.bf16_forward:
             why_not["native"] = "its forward pass is in FP4, and bf16_forward ends that"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from quant import (DW_SIGNS, DX_SIGNS, TENSOR, Counter, Operand, Recipe, fake_quantize, hadamard,
+from quant import (DW_SIGNS, DX_SIGNS, FIXED_SIGNS, TENSOR, Counter, Operand, Recipe, fake_quantize, hadamard,
                    linear_backward, linear_forward, pack, quantize, random_signs, uniform, unpack)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from test_linear import CHANNELS, layer_of, randn, reference, run
@@ -24,13 +24,14 @@ import fused                                                    # noqa: E402
 import kernels                                                  # noqa: E402
 from crosscompile import Job, compile_many                      # noqa: E402
 from fused import keep_of, packed_bytes, room, unpacked, up, values         # noqa: E402
-from kernels import Out, Side, round_pair                       # noqa: E402
+from kernels import PLAIN, Out, Side, round_pair                       # noqa: E402
 
 # Triton's interpreter divides by the scales of empty blocks, too, before it leaves the quotients out
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BASE, FULL, RELEASED = (RECIPES[f"tetrajet_{name}"] for name in ("base", "full", "released"))
+CORE = [f"tetrajet_{name}" for name in ("base", "full", "released")]
+BASE, FULL, RELEASED = (RECIPES[name] for name in CORE)
 LAYER = 2
 COUNTER = Counter(seed=2**40 + 7, rank=3)       # a seed of more than 32 bits, and a rank
 COUNTER.set(5, micro=2)
@@ -52,6 +53,10 @@ def sr(**changes) -> Operand:
 MXFP4 = Operand(block=(1, 32), scale="e8m0", outer=0)
 SQUARE = Operand(block=(16, 16))
 SCALED = Operand(outer=TENSOR)
+FP8 = Operand(grid="e4m3", block=(1, 128), scale="none", outer=TENSOR)
+UNIFORM, UE5M3 = replace(SCALED, grid="e1m2"), replace(SCALED, scale="ue5m3")
+SIX, EDEN = replace(SCALED, rule="4/6"), Operand(outer=TENSOR, rounding="eden")
+QUEST, THREE_FOURTHS = replace(MXFP4, rule="quest"), replace(MXFP4, rule="3/4")
 # name: row side, column side, align
 PAIRS = {
     "X": (row_side(NEAREST), col_side(STOCHASTIC, 16), True),
@@ -70,6 +75,26 @@ PAIRS = {
     "mxfp4": (row_side(MXFP4), col_side(replace(MXFP4, rule="floor")), True),
     "mxfp4 sr": (row_side(replace(MXFP4, rounding="sr"), 32),
                  col_side(replace(MXFP4, rule="floor", rounding="sr"), 16), False),
+    "e5m2": (row_side(replace(MXFP8, grid="e5m2")),
+             col_side(replace(MXFP8, grid="e5m2", rule="floor", rounding="sr"), 16), False),
+    "fp8": (row_side(FP8), col_side(replace(FP8, grid="e5m2", rounding="sr")), True),
+    "fp8 in 128": (row_side(replace(FP8, outer=128, grid="e5m2")),
+                   col_side(replace(FP8, outer=128, block=(16, 128), rounding="sr"), 16), False),
+    "e4m3 in e4m3": (row_side(replace(NEAREST, grid="e4m3")), col_side(sr(grid="e4m3", outer=TENSOR)), True),
+    "uniform": (row_side(UNIFORM, 16), col_side(replace(UNIFORM, rounding="sr", rule="nearest"), 16), False),
+    "ue5m3": (row_side(UE5M3), col_side(replace(UE5M3, rounding="sr", rule="up")), True),
+    "ue5m3 squares": (row_side(replace(UE5M3, block=(16, 16))),
+                      col_side(replace(UE5M3, outer=128, rounding="sr", rule="17/16"), 16), False),
+    "4/6": (row_side(SIX), col_side(replace(SIX, outer=128), 16), True),
+    "4/6 squares": (row_side(replace(SIX, block=(16, 16))), col_side(replace(SIX, block=(16, 16))), False),
+    "4/6 ue5m3": (row_side(replace(UE5M3, rule="4/6"), 32), col_side(replace(SIX, block=(1, 32)), 16), True),
+    "eden": (row_side(EDEN, 128), col_side(EDEN, 128), False),
+    "eden in 128": (row_side(replace(EDEN, outer=128)), col_side(replace(EDEN, outer=128), 64), True),
+    "quest": (row_side(QUEST, 32), col_side(replace(QUEST, rounding="sr")), True),
+    "3/4": (row_side(THREE_FOURTHS, 32), col_side(replace(THREE_FOURTHS, rounding="sr"), 32), True),
+    "turn 64, 128": (row_side(MXFP4, 64), col_side(sr(), 128), True),
+    "fixed": (Side(NEAREST, 16, 3, FIXED_SIGNS), Side(STOCHASTIC, 128, 5, FIXED_SIGNS), False),
+    "plain": (Side(NEAREST, 32, 3, PLAIN.value), Side(None, 64, 5, PLAIN.value), True),
     "copy": (row_side(None), col_side(None, 16), True),
     "turn 32": (row_side(None, 32), col_side(STOCHASTIC, 32), False),
 }
@@ -105,8 +130,16 @@ def mixed(M: int, K: int) -> Tensor:
 # -----------------------------------------------------------------------------
 # what the reference makes of the same arguments
 
+def signs_of(side: Side) -> Tensor:
+    if side.signs == PLAIN.value:
+        return torch.ones(side.turn)
+    if side.signs == FIXED_SIGNS:
+        return random_signs(side.turn, Counter(2**40 + 7).state, 0, FIXED_SIGNS)
+    return random_signs(side.turn, COUNTER.state, LAYER, side.signs)
+
+
 def turned(x: Tensor, side: Side) -> Tensor:
-    return hadamard(x, random_signs(side.turn, COUNTER.state, LAYER, side.signs)) if side.turn else x.float()
+    return hadamard(x, signs_of(side)) if side.turn else x.float()
 
 
 def noise_of(x: Tensor, side: Side) -> Tensor | None:
@@ -153,8 +186,9 @@ def check_pair(x: Tensor, row: Side | None, col: Side | None, align: bool, dtype
                channels: Tensor | None = None, extra: Side | None = None):
     """ round_pair with these arguments writes what the reference computes, and nothing else. """
     M, K = x.shape
+    lines = up(K, row.turn) if row and align else K
     a, at, at8 = (Guarded(*shape, side, dtype or x.dtype) for shape, side in
-                  (((M, K), row), ((K, M), col), ((K, M), extra)))
+                  (((M, K), row), ((lines, M), col), ((lines, M), extra)))
     keep = None if channels is None else keep_of(channels, K).to(DEVICE)
     round_pair(x.to(DEVICE), row, col, a.out, at.out, COUNTER.state.to(DEVICE), LAYER, align=align, keep=keep,
                extra=extra, extra_out=at8.out)
@@ -179,7 +213,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("pair, case", [
-    *((pair, case) for pair in PAIRS for case in ("bf16", "float16", "mixed")),
+    *((pair, case) for pair in PAIRS for case in ("bf16", "mixed") if (pair, case) != ("eden", "mixed")),
+    *((pair, "float16") for pair in ("X", "dY", "squares sr", "4/6")),
     *((pair, case) for pair in ("X", "tensor", "squares", "mxfp4 sr") for case in ("one", "small", "zeros")),
     ("X", "wide")])
 def test_values_are_those_of_the_reference(pair, case):
@@ -298,6 +333,7 @@ def test_nothing_to_do():
 # codes and scales
 
 PACKED = ("X", "dY", "up", "tensor", "squares", "mxfp8", "mxfp4")
+PACKED_ONCE = ("e5m2", "uniform", "ue5m3", "4/6", "4/6 squares", "eden", "quest")
 
 
 def check_codes(buffer: Tensor, rows: int, columns: int, x: Tensor, side: Side):
@@ -310,17 +346,18 @@ def check_codes(buffer: Tensor, rows: int, columns: int, x: Tensor, side: Side):
     q = quantize(v, op, noise)
     assert torch.equal(got.inner.cpu(), q.inner)
     assert q.outer is None if got.outer is None else same(got.outer.cpu(), q.outer)
-    code = got.data.cpu() if op.grid == "e4m3" else unpack(got.data.cpu(), v.shape[1])
-    assert got.data.shape[1] * (1 if op.grid == "e4m3" else 2) == v.shape[1]
-    assert op.grid == "e4m3" or torch.equal(pack(code), got.data.cpu())
+    code = got.data.cpu() if op.bits == 8 else unpack(got.data.cpu(), v.shape[1])
+    assert got.data.shape[1] * 8 == v.shape[1] * op.bits
+    assert op.bits == 8 or torch.equal(pack(code), got.data.cpu())
     # the sign of what is not finite is left open, and so is that of a zero that a rotation made
-    sign = 128 if op.grid == "e4m3" else 8
+    sign = 1 << (op.bits - 1)
     strict = v.isfinite() & ((v != 0) if side.turn else True)
     assert torch.equal(code & ~sign, q.code & ~sign) and torch.equal(code[strict], q.code[strict])
 
 
 @pytest.mark.parametrize("pair, case", [(pair, case) for pair in PACKED for case in ("mixed", "bf16")]
-                         + [("X", "one"), ("squares", "one"), ("tensor", "zeros")])
+                         + [("X", "one"), ("squares", "one"), ("tensor", "zeros")]
+                         + [(pair, "bf16") for pair in PACKED_ONCE])
 def test_codes_and_scales_are_those_of_the_reference(pair, case):
     """
     Catches: nibbles in the wrong order, a subnormal code or scale encoded as a normal one, the sign of what
@@ -457,6 +494,35 @@ def test_emulated_step(case, T):
     assert_close(got, twin, x, dy)
 
 
+FORWARD_TURNED = replace(SCALED, hadamard=64, signs="fixed")
+TRUSTED = Recipe(QUEST, replace(QUEST, rule="ceil"), trust=True)
+OTHER_RECIPES = {
+    # Quartet's forward pass alone: masks in rotated coordinates, products in the original ones
+    "forward of quartet": RECIPES["quartet"].only([1, 2]),
+    "trust without rotation": replace(TRUSTED, dw_dy=MX_SR, dw_x=MX_SR),
+    "turned 64, aligned": replace(BASE, y_x=FORWARD_TURNED, y_w=FORWARD_TURNED),
+    "turned 64, w alone": Recipe(y_w=FORWARD_TURNED, dx_w=STRIPS),
+}
+
+
+@pytest.mark.parametrize("name", [*(name for name in RECIPES if name not in ("bf16", *CORE)), *OTHER_RECIPES])
+def test_each_recipe(name):
+    """
+    Catches: fixed signs that depend on step or layer, a mask of the wrong operand or of unrotated values, a
+    gradient that is not turned back or is turned twice, what the backward pass finds in rotated coordinates
+    cut to K columns, a largest magnitude of the tensor that is taken before the rotation. Reference and
+    kernels multiply the same operands by the same product, so all bits agree, on a GPU too.
+    """
+    recipe = RECIPES.get(name) or OTHER_RECIPES[name]
+    assert fused.emulate_problem(recipe) == ""
+    linear, twin = layer(recipe, "emulate", K=40)
+    x, dy = matrix(20, 40), matrix(20, 19)
+    twin.counter.to(DEVICE)
+    got, wanted = step(linear, x, dy), step(twin.to(DEVICE), x, dy)
+    for kind in ("y", "dx", "dw"):
+        assert torch.equal(got[kind], wanted[kind]), kind
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="these kernels are tested above, and take seconds to compile")
 @pytest.mark.parametrize("number, align", [*((n, True) for n in range(1, 7)), (4, False), (6, False)])
 def test_each_quantizer_alone(number, align):
@@ -586,9 +652,10 @@ def test_compiled_and_recomputed(backend):
 # what is refused
 
 @pytest.mark.parametrize("op, words", [
-    (Operand(grid="e5m2", scale="e8m0", block=(1, 32), outer=0), "e5m2"),
-    (Operand(scale="e8m0", block=(1, 32), outer=0, rule="quest"), "quest"), (Operand(block=(1, 8)), "1x8"),
-    (Operand(outer=256), "256"), (Operand(grid="e4m3"), "e4m3"), (Operand(outer=0), "over 0"),
+    (replace(QUEST, block=(16, 32)), "16x32"), (replace(QUEST, block=(16, 16)), "quest in squares"),
+    (replace(EDEN, block=(16, 16)), "eden in squares"), (sr(rule="4/6"), "stochastic"),
+    (replace(FP8, block=(2, 128)), "2x128"), (replace(FP8, outer=256), "256"),
+    (Operand(block=(1, 8)), "1x8"), (Operand(outer=256), "256"), (Operand(outer=0), "over 0"),
     (Operand(hadamard=256), "256"),
 ])
 def test_formats_without_a_kernel(op, words):
@@ -614,9 +681,17 @@ def test_recipes_of_each_back_end():
                           (replace(BASE, y_w=replace(MXFP4, block=(1, 16))), "Q2")]:
         assert words in fused.native_problem(recipe) and "\n" not in fused.native_problem(recipe)
     assert fused.emulate_problem(FULL.only([3])) == ""
-    bad = replace(FULL, outlier=Operand(grid="e5m2", scale="e8m0", block=(1, 32), outer=0))
-    assert "outlier" in fused.emulate_problem(bad)
+    assert "outlier" in fused.emulate_problem(replace(FULL, outlier=Operand(block=(1, 8))))
     assert "outlier" in fused.emulate_problem(replace(FULL, outlier=SCALED))
+    for number in (1, 2):
+        turned = Recipe(**{("y_x", "y_w")[2 - number]: FORWARD_TURNED, ("dw_x", "dx_w")[number - 1]: STRIPS})
+        assert f"Q{6 if number == 1 else 4}" in fused.emulate_problem(turned)
+        assert fused.emulate_problem(replace(turned, align=False)) == ""
+    for name in RECIPES:
+        assert fused.emulate_problem(RECIPES[name]) == "", name
+        native = name in (*CORE, "nvfp4", "nvfp4_sr", "mxfp4", "tetrajet_v1", "quartet2", "nvidia",
+                          "four_over_six", "fp4_all_the_way")
+        assert (fused.native_problem(RECIPES[name]) == "") == native, name
 
 
 # -----------------------------------------------------------------------------
