@@ -37,7 +37,7 @@ class Config:
     name: str = ""                      # this run's folder under out; "" = config files and seed, bf16-s1
     seed: int = 1                       # decides the first weights, the order of the data, the rounding noise
     device: str = "auto"                # auto | cpu | cuda | mps; auto = cuda where there is one, else cpu
-    backend: str = "auto"               # auto | reference | emulate | native: who rounds and multiplies
+    backend: str = "auto"               # auto | reference | emulate | packed | native: who rounds, and how
     parallel: str = "ddp"               # ddp | fsdp: how torchrun's ranks share the model; fsdp cuts it up
     compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
     recompute: bool = False             # compute blocks again in the backward pass: less memory, more time
@@ -303,7 +303,7 @@ def help_text() -> str:
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
-    "backend": ("auto", "reference", "emulate", "native"),
+    "backend": ("auto", "reference", "emulate", "packed", "native"),
     "parallel": ("ddp", "fsdp"),
     "schedule": ("cosine", "linear"),
     "scale_rule": ("", "nearest", "up", "17/16"),

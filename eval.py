@@ -33,7 +33,7 @@ from config import Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
 from parallel import ALONE, Ranks
-from quant import Counter, QuantLinear, Recipe, quantize, quantizers_off
+from quant import BACKENDS, Counter, QuantLinear, Recipe, quantize, quantizers_off
 from recipes import RECIPES, altered
 from remedies import QEma
 
@@ -66,7 +66,7 @@ def triton_version() -> tuple[int, int]:
 def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     """ The back end that cfg.backend asks for, or this device's fastest; ConfigError if it cannot run. """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    why_not = {"reference": "", "emulate": "", "native": ""}
+    why_not = dict.fromkeys(BACKENDS, "")
     if find_spec("triton") is None:
         why_not["emulate"] = "Triton is not installed: type pip install triton"
     elif (found := triton_version()) < (3, 6):
@@ -87,7 +87,7 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
         if not interpreted and torch.cuda.get_device_capability(device) not in NATIVE_ARCHS:
             archs = ", ".join(f"{major}.{minor}" for major, minor in NATIVE_ARCHS)
             why_not["native"] = f"FP4 tensor cores come with Blackwell, compute capability {archs}"
-    why_not["native"] = why_not["native"] or why_not["emulate"]
+    why_not["packed"], why_not["native"] = why_not["emulate"], why_not["native"] or why_not["emulate"]
     if not any(recipe.operands):
         return "reference" if cfg.backend == "auto" else cfg.backend
     if cfg.backend == "auto":
@@ -110,8 +110,9 @@ def check_native(recipe: Recipe, device: torch.device):
     x, w, dy = (torch.randn(shape, generator=generator, device=device) for shape in ((T, K), (N, K), (T, N)))
     op, results = recipe.y_w, []
     if not op.stochastic:
-        for ours, reference in zip(fused.rounded(w, op), vars(quantize(w, op)).values()):
-            if ours is not None and not torch.equal(ours, reference):
+        ours, theirs = fused.quantized(w, op), quantize(w, op)
+        for a, b in ((ours.code, theirs.code), (ours.inner, theirs.inner), (ours.outer, theirs.outer)):
+            if a is not None and not torch.equal(a, b):
                 raise ConfigError(f"the rounding kernel differs from the reference on this GPU; {BROKEN}")
     for backend in ("reference", "native"):
         layer = QuantLinear(K, N, bias=False, recipe=recipe, counter=counter, outliers=outliers,

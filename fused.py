@@ -3,8 +3,9 @@ The quantized linear of quant.py on a GPU: the same six operands in fewer passes
 
     emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales
               are those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
-    native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py). What is kept for the
-              backward pass is packed: 4.75 bits a value
+    packed    the same values, but what is kept for the backward pass is codes and scales, 4.75 bits a value,
+              and made into values there: less memory, and some time
+    native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py)
 
 Outlier channels need no second product: in the emulation they are further columns of both operands,
 Y = [X4 X8] [W4 W8]^T, and nvfp4_gemm adds their MXFP8 product to its sum before it rounds.
@@ -19,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemms import mxfp8_gemm, nvfp4_gemm
-from kernels import PLAIN, Out, Side, no_codes, no_kernel, no_lines, round_pair, turn_back
-from quant import DW_SIGNS, DX_SIGNS, FIXED_SIGNS, Recipe, inherited, rotation
+from kernels import PLAIN, Out, Side, no_codes, no_kernel, no_lines, round_pair, turn_back, unpack
+from quant import DW_SIGNS, DX_SIGNS, FIXED_SIGNS, Operand, Quantized, Recipe, inherited, rotation
+from quant import unpack as unpack_codes
 
 
 def up(n: int, multiple: int) -> int:
@@ -92,6 +94,36 @@ def room(x: Tensor, rows: int, columns: int, side: Side | None) -> tuple[Tensor,
     return buffer, unpacked(buffer, rows, columns, side)
 
 
+def saved(r: Recipe, x: Tensor, N: int, C: int, save: bool, backend: str) -> list[tuple[Tensor, Out | None]]:
+    """
+    Room for what the backward pass needs, Q4 of W^T, Q6 of X^T and its outlier channels: one tensor of values
+    or of codes and scales each, and the Out in it.
+    """
+    T, K = x.shape
+    rooms = []
+    for rows, columns, side in saved_sides(r, T, K, N, C):
+        codes = as_codes(side, backend)
+        if not save or rows == 0:
+            rooms.append((x.new_empty(0, dtype=torch.uint8 if codes else x.dtype), None))
+        elif codes:
+            rooms.append(room(x, rows, columns, side))
+        else:
+            out = values(x, rows, columns, side)
+            rooms.append((out.data, out))
+    return rooms
+
+
+def saved_sides(r: Recipe, T: int, K: int, N: int, C: int) -> list[tuple[int, int, Side]]:
+    """ Rows, columns before rotation, and Side of the three. A rotated forward pass leaves more rows. """
+    return [(up(K, inherited(r, r.dx_w)), N, side_of(r, 4)), (up(K, inherited(r, r.dw_x)), T, side_of(r, 6)),
+            (C, T, Side(fp8(r) if r.dw_x else None))]
+
+
+def as_codes(side: Side, backend: str) -> bool:
+    """ Whether what is kept for the backward pass is codes and scales. """
+    return backend == "native" or backend == "packed" and side.op is not None and not no_codes(side.op)
+
+
 def operand(out: Out, op) -> tuple:
     """ Codes and scales as gemms.py takes them: squares share a scale there, rows do not. """
     inner, outer = out.inner, out.outer
@@ -102,13 +134,13 @@ def operand(out: Out, op) -> tuple:
     return (out.data, inner) if op.grid == "e4m3" else (out.data, inner, outer)
 
 
-def rounded(x: Tensor, op) -> tuple[Tensor, Tensor, Tensor | None]:
-    """ x (M, K) to nearest in one pass -> code uint8 (M, K), inner and outer scales: as quant.quantize. """
+def quantized(x: Tensor, op: Operand) -> Quantized:
+    """ quant.quantize(x, op), to nearest, in one pass. """
     side = Side(op)
     out = room(x, *x.shape, side)[1]
-    round_pair(x, side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0, packed=True)
-    code = torch.stack((out.data & 15, out.data >> 4), dim=-1).flatten(1)[:, : x.shape[1]].contiguous()
-    return code, out.inner, out.outer
+    round_pair(x.contiguous(), side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0)
+    code = unpack_codes(out.data, out.stride) if op.bits == 4 else out.data
+    return Quantized(code[:, : x.shape[1]].contiguous(), out.inner, out.outer, op)
 
 
 def fp8(r: Recipe):
@@ -122,12 +154,12 @@ def keep_of(channels: Tensor, K: int) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# emulate
+# emulate and packed
 
 
 def emulate_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int,
-                    save: bool):
-    """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, in the dtype of x, and the trust masks. """
+                    save: bool, backend: str):
+    """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, see saved(), and the trust masks. """
     (T, K), N, C, dtype = x.shape, weight.shape[0], channels.numel(), x.dtype
     x, weight = x.contiguous(), weight.contiguous() if r.y_w else weight.to(dtype).contiguous()
     sides = [side_of(r, number) for number in range(1, 7)]
@@ -136,10 +168,8 @@ def emulate_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, coun
     keep = keep_of(channels, K) if C else None
     x_hat, w_hat = (t.new_empty(len(t), wide, dtype=dtype) if C or not idle(side) else None
                     for t, side in ((x, sides[0]), (weight, sides[1])))
-    # the columns of the matrix that Q6 and Q4 find, more where it is rotated
-    dw_x, dx_w = (values(x, up(K, inherited(r, side.op)), len(t), side) if save else None
-                  for t, side in ((x, sides[5]), (weight, sides[3])))
-    dw_x8 = values(x, C, T, Side(None)) if save and C else None
+    rooms = saved(r, x, N, C, save, backend)
+    dx_w, dw_x, dw_x8 = (out for _, out in rooms)
     masks = [torch.empty((len(t), up(K, side.turn)) if r.trust and save and side.op else 0, dtype=torch.bool,
                          device=x.device) for t, side in ((x, sides[0]), (weight, sides[1]))]
     # dX sees the whole weight; where it does not start from the rounded one, it is the original
@@ -170,18 +200,23 @@ def emulate_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, coun
         round_pair(chosen_w, Side(eight if r.y_w else None), sides[3] if again else None, eights[1],
                    dx_w if again else None, counter, layer, align=True, lines=channels if again else None)
     y = F.linear(x if x_hat is None else x_hat, weight.to(dtype) if w_hat is None else w_hat)
-    return y, *(x.new_empty(0) if out is None else out.data for out in (dx_w, dw_x, dw_x8)), *masks
+    return y, *(buffer for buffer, _ in rooms), *masks
 
 
 def emulate_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, trust_x: Tensor,
                      trust_w: Tensor, channels: Tensor, counter: Tensor, layer: int, need_dx: bool,
-                     need_dw: bool, K: int):
+                     need_dw: bool, K: int, backend: str):
     """ As quant.linear_backward -> dx, dw. """
-    T, N = dy.shape
+    (T, N), C = dy.shape, channels.numel()
+    needed = need_dx, need_dw, need_dw and C > 0
+    dx_w, dw_x, dw_x8 = (
+        unpack(unpacked(kept, rows, columns, side), side.op, up(columns, side.turn), dy.dtype)
+        if need and as_codes(side, backend) else kept
+        for need, kept, (rows, columns, side) in zip(needed, (dx_w, dw_x, dw_x8), saved_sides(r, T, K, N, C)))
     row, col = side_of(r, 3) if need_dx else None, side_of(r, 5) if need_dw else None
     if row and idle(row):
         row = None
-    extra = Side(fp8(r) if r.dw_dy else None) if need_dw and channels.numel() else None
+    extra = Side(fp8(r) if r.dw_dy else None) if need_dw and C else None
     a, at, at8 = values(dy, T, N, row), values(dy, N, T, col), values(dy, N, T, extra)
     round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
@@ -247,44 +282,43 @@ def native_problem(r: Recipe) -> str:
 
 
 def native_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int,
-                   save: bool):
+                   save: bool, _backend: str):
     """ As quant.linear_forward -> y, and one buffer each of codes and scales for dx_w, dw_x, dw_x8. """
     (T, K), N, C = x.shape, weight.shape[0], channels.numel()
     x, weight = x.contiguous(), weight.contiguous()
     keep = keep_of(channels, K) if C else None
     x_row, w_row, x_side, w_side = (side_of(r, number) for number in (1, 2, 6, 4))
     eight = Side(r.outlier)
-    dw_x8, dw_x8_out = room(x, C, T, eight if save and C else None)
-    dw_x, dw_x_out = room(x, K, T, x_side if save else None)
-    dx_w, dx_w_out = room(x, K, N, w_side if save else None)
+    rooms = saved(r, x, N, C, save, "native")
+    dx_w_out, dw_x_out, dw_x8_out = (out for _, out in rooms)
     x4, w4 = room(x, T, K, x_row)[1], room(weight, N, K, w_row)[1]
     round_pair(x, x_row, x_side if save else None, x4, dw_x_out, counter, layer, align=r.align,
-               keep=keep, packed=True)
+               keep=keep)
     if save and not r.align:
-        round_pair(weight, None, w_side, None, dx_w_out, counter, layer, packed=True)
+        round_pair(weight, None, w_side, None, dx_w_out, counter, layer)
     aligned = save and r.align
     back, back_out = (w_side, dx_w_out) if aligned else (None, None)
-    round_pair(weight, w_row, back, w4, back_out, counter, layer, align=r.align, keep=keep, packed=True)
+    round_pair(weight, w_row, back, w4, back_out, counter, layer, align=r.align, keep=keep)
     if C:
         x8, w8 = (room(t, t.shape[0], C, eight)[1] for t in (x, weight))
         round_pair(x.index_select(1, channels), eight, eight if save else None, x8, dw_x8_out, counter, layer,
-                   align=r.align, packed=True)
+                   align=r.align)
         round_pair(weight.index_select(1, channels), eight, back, w8, back_out, counter, layer, align=True,
-                   lines=channels if aligned else None, packed=True)
+                   lines=channels if aligned else None)
     outliers = (operand(x8, r.outlier), operand(w8, r.outlier)) if C else (None, None)
     y = nvfp4_gemm(operand(x4, r.y_x), operand(w4, r.y_w), *outliers, dtype=x.dtype)
-    return y, dx_w, dw_x, dw_x8, *(x.new_empty(0, dtype=torch.bool) for _ in range(2))
+    return y, *(buffer for buffer, _ in rooms), *(x.new_empty(0, dtype=torch.bool) for _ in range(2))
 
 
 def native_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, _trust_x: Tensor,
                     _trust_w: Tensor, channels: Tensor, counter: Tensor, layer: int, need_dx: bool,
-                    need_dw: bool, K: int):
+                    need_dw: bool, K: int, _backend: str):
     """ As quant.linear_backward -> dx, dw. K tells the shape of what the buffers hold. """
     (T, N), C = dy.shape, channels.numel()
     row, col = side_of(r, 3) if need_dx else None, side_of(r, 5) if need_dw else None
     extra = Side(r.outlier) if need_dw and C else None
     a, at, at8 = room(dy, T, N, row)[1], room(dy, N, T, col)[1], room(dy, N, T, extra)[1]
-    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8, packed=True)
+    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_dx:
         w = unpacked(dx_w, K, N, side_of(r, 4))

@@ -59,8 +59,8 @@ class Side(NamedTuple):
 
 class Out(NamedTuple):
     """
-    Where one orientation goes: values, or codes and scales. stride is that of a row of values. trust, if it
-    is wanted, is uint8 (rows, stride): quant.trust_mask.
+    Where one orientation goes: values, or, where there is room for inner scales, codes and scales. stride is
+    that of a row of values. trust, if it is wanted, is uint8 (rows, stride): quant.trust_mask.
     """
     data: Tensor
     inner: Tensor | None
@@ -767,10 +767,10 @@ def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.const
 
 
 @triton.jit
-def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, PACKED: tl.constexpr,
-           C: tl.constexpr, W: tl.constexpr):
+def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, C: tl.constexpr,
+           W: tl.constexpr):
     """ Store the strips of one tile as values, or as codes and scales: the layout of quant.Quantized. """
-    if not PACKED:
+    if out.inner is None:
         HALF: tl.constexpr = 2 if out.data.dtype.element_ty == tl.int32 else 1
         _store(out.data, v, row, first // HALF, M, K // HALF, out.stride // HALF, C, W)
     else:
@@ -819,7 +819,7 @@ def _trusted(v, factor, codes, scales, OP: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
-          MEASURE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+          MEASURE: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """
     Rotate, round and store strips v of some lines, from position `first` of each line of `length` -> the
     rounded values. With MEASURE nothing is stored but the largest magnitude.
@@ -841,14 +841,14 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
                 amax = tl.load(amax_ptr + PLACE).to(tl.float32, bitcast=True)
             group = line[:, None] * ((length + 7) // 8) + (first // 8 + tl.arange(0, C) * (W // 8))[None, :]
             codes, scales, inners, outer = _round(v, at, group.to(tl.uint32), amax, factor, OP, SIDE.noise,
-                                                  PACKED)
+                                                  out.inner is not None)
             if out.trust is not None:
                 trusted = _trusted(v, factor, codes, scales, OP, B)
                 _store(out.trust, trusted, line, first, lines, length, length, C, W)
             v = _times(codes, scales, B)
         elif n > 0:
             v = _times(v, (factor,), W)
-        _write(out, v, codes, inners, outer, line, first, lines, length, OP, PACKED, C, W)
+        _write(out, v, codes, inners, outer, line, first, lines, length, OP, C, W)
     return v
 
 
@@ -856,8 +856,7 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
 def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, lines, amax_ptr, counter_ptr,
                  layer,
                  ROW: tl.constexpr, COL: tl.constexpr, EXTRA: tl.constexpr, ALIGN: tl.constexpr,
-                 MEASURE: tl.constexpr, PACKED: tl.constexpr, W: tl.constexpr, W2: tl.constexpr,
-                 FORMATS: tl.constexpr):
+                 MEASURE: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, FORMATS: tl.constexpr):
     """ See round_pair. Program (i, j) has the tile from row 128 i and column 128 j on. """
     C: tl.constexpr = 128 // W
     C2: tl.constexpr = 128 // W2
@@ -875,7 +874,7 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
         rounded = x
         if ROW is not None and (MEASURE != "col" or ALIGN):
             rounded = _side(_cast(x, tl.float32), row_out, at, row, left, M, K, amax_ptr, 0, ROW,
-                            MEASURE == "row" or MEASURE == "both", PACKED, C, W)
+                            MEASURE == "row" or MEASURE == "both", C, W)
         halves = halves + (rounded if ALIGN else x,)
 
     if COL is not None and MEASURE != "row":
@@ -885,15 +884,14 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
             line = tl.load(line_ptr + line, line < K, lines)
         v = _cast(_transpose(_stack(halves[0], halves[1]), C, W, W2), tl.float32)
         if EXTRA is not None and MEASURE == "":
-            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False, PACKED, C2, W2)
+            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False, C2, W2)
         _side(v, col_out, at, line, top, lines, M, amax_ptr, 1, COL, MEASURE == "col" or MEASURE == "both",
-              PACKED, C2, W2)
+              C2, W2)
 
 
 def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | None, col_out: Out | None,
                counter: Tensor, layer: int, align: bool = False, keep: Tensor | None = None,
-               lines: Tensor | None = None, extra: Side | None = None, extra_out: Out | None = None,
-               packed: bool = False):
+               lines: Tensor | None = None, extra: Side | None = None, extra_out: Out | None = None):
     """
     One pass over x: rounded along its rows, and transposed and rounded along its columns.
 
@@ -914,10 +912,11 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     M, K = x.shape
     if M == 0 or K == 0:
         return
-    for side in (row, col, extra):
+    packed = [out is not None and out.inner is not None for out in (row_out, col_out, extra_out)]
+    for side, codes in zip((row, col, extra), packed):
         if problem := side and side.op and no_kernel(side.op):
             raise ValueError(f"{problem}: use the reference back end")
-        if problem := packed and side and side.op and no_codes(side.op):
+        if problem := codes and no_codes(side.op):
             raise ValueError(f"{problem}: use the emulate back end")
     apart = [extra] if lines is None else [extra, col]
     if problem := next((no_lines(side.op) for side in apart if side and side.op and no_lines(side.op)), ""):
@@ -939,16 +938,15 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
         # 128 registers let two programs share a multiprocessor; codes and scales need more
         _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
             halves, M, K, row_to, col_to, extra_to, keep_to, lines, rows, amax, counter, layer,
-            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, PACKED=packed, W=_width(row),
-            W2=_width(col, extra), FORMATS=FORMATS, num_warps=8, maxnreg=None if packed else 128,
-            enable_fp_fusion=False)
+            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, W=_width(row), W2=_width(col, extra),
+            FORMATS=FORMATS, num_warps=8, maxnreg=None if any(packed) else 128, enable_fp_fusion=False)
 
     both = len(sides) == 2 and not align
     for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):
         if side in sides:
             if not both or name == "row":
                 launch("both" if both else name)
-            if packed:
+            if packed[place]:
                 out.outer.copy_(quant.outer_scale(amax[place].view(torch.float32), side.op))
     launch("")
 
@@ -992,6 +990,72 @@ def no_lines(op) -> str:
     """ Why outlier channels, some rows of many, cannot be rounded apart from the others, or "". """
     shared = "the whole tensor" if op.outer == TENSOR else "squares" if op.block[0] > 1 else ""
     return f"no kernel for outlier channels under a scale of {shared}" if shared else ""
+
+
+# -----------------------------------------------------------------------------
+# codes and scales -> values
+
+
+@triton.jit
+def _decode(code, FORM: tl.constexpr):
+    """ quant.decode: codes without sign -> float32. """
+    MBITS: tl.constexpr = FORM.mbits
+    normal = ((code + ((FORM.emin + 126) << MBITS)) << (23 - MBITS)).to(tl.float32, bitcast=True)
+    return tl.where(code < (1 << MBITS), code.to(tl.float32) * 2.0 ** (FORM.emin - MBITS), normal)
+
+
+@triton.jit
+def _grid_value(code, OP: tl.constexpr):
+    """ quant.grid_value. """
+    FORM: tl.constexpr = OP.value_grid
+    magnitude = _decode(code & ((1 << (OP.bits - 1)) - 1), FORM)
+    return tl.where(code >> (OP.bits - 1) != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP: tl.constexpr):
+    """ Inner times outer scale of values at (row, k). """
+    ROWS: tl.constexpr = OP.block[0]
+    byte = tl.load(inner_ptr + row // ROWS * blocks + k // OP.block[1]).to(tl.int32)
+    if OP.scale_grid is None:
+        # of a power of two the byte is the exponent; 2^-127, exponent 0, is subnormal, and 255 is NaN
+        scale = tl.where(byte == 0, 0x400000, byte << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(byte == 255, NAN, scale)
+    else:
+        FORM: tl.constexpr = OP.scale_grid
+        scale = _decode(byte, FORM)
+    if OP.outer == TENSOR:
+        scale = scale * tl.load(outer_ptr)
+    elif OP.outer > 0:
+        scale = scale * tl.load(outer_ptr + row // ROWS * outers + k // OP.outer)
+    return scale
+
+
+@triton.jit
+def _unpack_kernel(code_ptr, inner_ptr, outer_ptr, out_ptr, M, K, stride, blocks, outers, OP: tl.constexpr,
+                   FORMATS: tl.constexpr):
+    PER_BYTE: tl.constexpr = 8 // OP.bits
+    row = (tl.program_id(0).to(tl.int64) * 8 + tl.arange(0, 8))[:, None]
+    k = (tl.program_id(1) * 256 + tl.arange(0, 256))[None, :]
+    inside = (row < M) & (k < K)
+    row, k = tl.where(row < M, row, 0), tl.where(k < K, k, 0)
+    byte = tl.load(code_ptr + row * (stride // PER_BYTE) + k // PER_BYTE).to(tl.int32)
+    if PER_BYTE == 2:
+        byte = tl.where(k % 2 == 0, byte & 15, byte >> 4)
+    value = _grid_value(byte, OP) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP)
+    tl.store(out_ptr + row * K + k, value.to(out_ptr.dtype.element_ty), inside)
+
+
+def unpack(packed: Out, op, K: int, dtype: torch.dtype) -> Tensor:
+    """ Codes and scales -> values (rows, K) as round_pair would have stored them; -0 is 0 there. """
+    M = packed.data.shape[0]
+    out = torch.empty(M, K, dtype=dtype, device=packed.data.device)
+    if M and K:
+        outers = packed.outer.shape[1] if packed.outer is not None and packed.outer.dim() else 0
+        _unpack_kernel[(triton.cdiv(M, 8), triton.cdiv(K, 256))](
+            packed.data, packed.inner, packed.outer, out, M, K, packed.stride, packed.inner.shape[1], outers,
+            OP=op, FORMATS=FORMATS, enable_fp_fusion=False)
+    return out
 
 
 # -----------------------------------------------------------------------------
@@ -1043,33 +1107,10 @@ def turn_back(x: Tensor, trust: Tensor | None, side: Side, K: int, turned: bool,
 # OsciReset: one step of a window
 
 
-@triton.jit
-def _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-              OUTER: tl.constexpr):
-    """ Inner times outer scale of values of blocks of ROWS x COLUMNS with E4M3 scales. """
-    byte = tl.load(inner_ptr + row // ROWS * blocks + k // COLUMNS).to(tl.int32)
-    normal = ((byte + (120 << 3)) << 20).to(tl.float32, bitcast=True)
-    inner = tl.where(byte < 8, byte.to(tl.float32) * 2.0**-9, normal)
-    if OUTER == TENSOR:
-        outer = tl.load(outer_ptr)
-    else:
-        outer = tl.load(outer_ptr + row // ROWS * outers + k // OUTER)
-    return inner * outer
-
-
-@triton.jit
-def _grid_value(code):
-    """ quant.grid_value of E2M1 codes. """
-    magnitude = code & 7
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5,
-                     ((magnitude + (126 << 1)) << 22).to(tl.float32, bitcast=True))
-    return tl.where(code >= 8, -value, value)
-
-
 @triton.jit(do_not_specialize=["tau"])
 def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_outer_ptr, columns_ptr,
                   last_w_ptr, excess_ptr, flags_ptr, counts_ptr, N, n, K, blocks, outers, tau,
-                  ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUTER: tl.constexpr, BLOCK: tl.constexpr):
+                  OP: tl.constexpr, FORMATS: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e // n < N
     # places beyond the end repeat the first: nothing of them is stored or counted
@@ -1081,9 +1122,8 @@ def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_ou
     last = flags & 15
 
     # the two distances
-    now = _grid_value(code) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, ROWS, COLUMNS, OUTER)
-    before = _grid_value(last) * _scale_of(last_inner_ptr, last_outer_ptr, row, k, blocks, outers, ROWS,
-                                           COLUMNS, OUTER)
+    now = _grid_value(code, OP) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP)
+    before = _grid_value(last, OP) * _scale_of(last_inner_ptr, last_outer_ptr, row, k, blocks, outers, OP)
     moved = w - last_w
     excess = tl.load(excess_ptr + e, inside, 0.0) + (tl.abs(now - before) - tau * tl.abs(moved))
 
@@ -1103,9 +1143,9 @@ def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_ou
     tl.atomic_add(counts_ptr + 1, tl.sum(reversal.to(tl.int64)))    # places beyond the end have no history
 
 
-def track(w: Tensor, code: Tensor, inner: Tensor, outer: Tensor, last_inner: Tensor, last_outer: Tensor,
-          columns: Tensor | None, last_w: Tensor, excess: Tensor, flags: Tensor, counts: Tensor, tau: float,
-          op):
+def track(w: Tensor, code: Tensor, inner: Tensor, outer: Tensor | None, last_inner: Tensor,
+          last_outer: Tensor | None, columns: Tensor | None, last_w: Tensor, excess: Tensor, flags: Tensor,
+          counts: Tensor, tau: float, op):
     """
     One step of osci.Window.advance for all tracked weights, in one pass and in place, bit for bit.
 
@@ -1114,8 +1154,8 @@ def track(w: Tensor, code: Tensor, inner: Tensor, outer: Tensor, last_inner: Ten
     out   last_w, excess, flags (N, n) and counts (flips, reversals), which it adds to
     """
     n, BLOCK = last_w.shape[1], 1024
-    outers = 0 if outer.dim() == 0 else outer.shape[1]
+    outers = outer.shape[1] if outer is not None and outer.dim() else 0
     _track_kernel[(triton.cdiv(last_w.numel(), BLOCK),)](
         w, code, inner, outer, last_inner, last_outer, columns, last_w, excess, flags, counts, w.shape[0], n,
-        w.shape[1], inner.shape[1], outers, tau, ROWS=op.block[0], COLUMNS=op.block[1], OUTER=op.outer,
-        BLOCK=BLOCK, enable_fp_fusion=False)
+        w.shape[1], inner.shape[1], outers, tau, OP=op, FORMATS=FORMATS, BLOCK=BLOCK,
+        enable_fp_fusion=False)

@@ -724,7 +724,7 @@ def unpack(packed: Tensor, K: int) -> Tensor:
 # -----------------------------------------------------------------------------
 # 3  the linear
 
-BACKENDS = ("reference", "emulate", "native")
+BACKENDS = ("reference", "emulate", "packed", "native")
 
 
 @dataclass(frozen=True)
@@ -896,18 +896,18 @@ def linear_forward(
     layer: int,         # number of this layer, so that no two layers share random numbers
     recipe: str,        # Recipe.spec()
     save: bool,         # also return what backward needs
-    backend: str,       # reference, emulate or native; the latter two are fused.py's
+    backend: str,       # one of BACKENDS; all but the reference are fused.py's
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
     Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), trust masks
     of X (T, K) and W (N, K), counter. What is not needed is empty; K is that of rotated X where X is rotated.
-    The native back end returns each of the three as one buffer of codes and scales.
+    The packed and native back ends return each of the three as one buffer of codes and scales.
     """
     r = Recipe.from_spec(recipe)
     if backend != "reference":
         import fused
-        run = fused.emulate_forward if backend == "emulate" else fused.native_forward
-        return *run(r, x, weight, channels, counter, layer, save), counter.clone()
+        run = fused.native_forward if backend == "native" else fused.emulate_forward
+        return *run(r, x, weight, channels, counter, layer, save, backend), counter.clone()
     draws = _Draws(r, counter, layer)
     split, dtype = channels.numel() > 0, x.dtype
 
@@ -958,23 +958,20 @@ def _transpose(x: Tensor) -> Tensor:
 def _(x, weight, channels, counter, layer, recipe, save, backend):
     r = Recipe.from_spec(recipe)
     (T, K), N, C = x.shape, weight.shape[0], channels.shape[0]
-    K4, K6 = (K + (-K % size if size else 0) for size in (inherited(r, r.dx_w), inherited(r, r.dw_x)))
-    shapes = [(K4, N, r.dx_dy, r.dx_w), (K6, T, r.dw_dy, r.dw_x), (C, T, None, r.outlier if r.dw_x else None)]
+    if backend == "reference":
+        def rotated(n, a, b):
+            return n + (-n % size if (size := rotation(a, b)) else 0)
 
-    nothing = {"reference": torch.float32, "emulate": x.dtype, "native": torch.uint8}[backend]
-
-    def operand(i, rows, cols, a, b):
-        size = rotation(a, b)
-        if not save or i == 2 and not C:
-            return x.new_empty(0, dtype=nothing)
-        if backend == "native":
-            import fused
-            return x.new_empty(fused.packed_bytes(rows, cols, fused.Side(b, size)), dtype=torch.uint8)
-        exact = backend == "reference" and (size or b or i == 2)
-        return x.new_empty(rows, cols + (-cols % size if size else 0),
-                           dtype=torch.float32 if exact else x.dtype)
-
-    saved = [operand(i, *shape) for i, shape in enumerate(shapes)]
+        # what is rounded or rotated is float32, the rest in the compute dtype
+        shapes = [(rotated(K, r.y_x, r.y_w) if inherited(r, b) else K, rotated(n, a, b), a, b)
+                  for n, a, b in ((N, r.dx_dy, r.dx_w), (T, r.dw_dy, r.dw_x))]
+        saved = [x.new_empty((rows, columns) if save else 0,
+                             dtype=torch.float32 if not save or b or rotation(a, b) else x.dtype)
+                 for rows, columns, a, b in shapes]
+        saved.append(x.new_empty((C, T) if save and C else 0, dtype=torch.float32))
+    else:
+        import fused
+        saved = [buffer for buffer, _ in fused.saved(r, x, N, C, save, backend)]
     width = K + (-K % turn if (turn := rotation(r.y_x, r.y_w)) else 0)
     masks = [x.new_empty((rows, width) if r.trust and op and save else 0, dtype=torch.bool)
              for rows, op in ((T, r.y_x), (N, r.y_w))]
@@ -1002,8 +999,9 @@ def linear_backward(
     r = Recipe.from_spec(recipe)
     if backend != "reference":
         import fused
-        run = fused.emulate_backward if backend == "emulate" else fused.native_backward
-        return run(r, dy, dx_w, dw_x, dw_x8, trust_x, trust_w, channels, counter, layer, need_dx, need_dw, K)
+        run = fused.native_backward if backend == "native" else fused.emulate_backward
+        return run(r, dy, dx_w, dw_x, dw_x8, trust_x, trust_w, channels, counter, layer, need_dx, need_dw, K,
+                   backend)
     draws = _Draws(r, counter, layer)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     signs = draws.signs(r.y_x, r.y_w)
@@ -1078,7 +1076,8 @@ class QuantLinear(nn.Linear):
               own and advances it at every training forward, so that no two steps share their noise;
               activation checkpointing, which runs a forward twice, needs a shared one
     outliers  how many input channels OutControl will keep in recipe.outlier's format
-    backend   who computes: reference (this file, any device), emulate or native (fused.py, with Triton)
+    backend   who computes: reference (this file, any device), emulate, packed or native (fused.py, with
+              Triton)
 
     channels  buffer (outliers,) int64: those channels in ascending order, all -1 until they are chosen
     stand_in  None, or (N, K): what Q2 rounds in the place of the weight, which keeps the gradient.

@@ -52,6 +52,7 @@ SPEED = {
     "reference": "backend reference: FP4 is emulated, the numbers are those of the format "
                  "and the speed is not",
     "emulate": "backend emulate: fused kernels round to FP4, bf16 tensor cores multiply",
+    "packed": "backend packed: as emulate, and what backward needs is kept as codes, in less memory",
     "native": "backend native: fused kernels round to FP4, FP4 tensor cores multiply",
 }
 

@@ -177,7 +177,7 @@ def test_the_fastest_back_end(pick, capability, expected):
     """
     assert pick("auto", capability) == expected
     assert pick("reference", capability) == "reference"
-    order = ["reference", "emulate", "native"]
+    order = ["reference", "packed", "emulate", "native"]
     for backend in order[: order.index(expected) + 1]:
         assert pick(backend, capability) == backend
     for backend in order[order.index(expected) + 1 :]:
@@ -203,7 +203,7 @@ def test_without_triton(pick, monkeypatch):
     """ Catches: a traceback of an import where one line says what to install. """
     monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
     assert pick("auto", BLACKWELL) == "reference"
-    for backend in ("emulate", "native"):
+    for backend in ("emulate", "packed", "native"):
         with pytest.raises(ConfigError, match="pip install triton"):
             pick(backend, BLACKWELL)
 

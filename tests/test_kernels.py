@@ -292,10 +292,9 @@ def test_lines_of_codes():
     row, col = row_side(MXFP8), col_side(STOCHASTIC, 16)
     state = COUNTER.state.to(DEVICE)
     (buffer, out), (_, cut_out) = room(x.to(DEVICE), 140, 40, col), room(x.to(DEVICE), 40, len(CUT), row)
-    round_pair(x.to(DEVICE), None, col, None, out, state, LAYER, keep=keep_of(CUT, 140).to(DEVICE),
-               packed=True)
+    round_pair(x.to(DEVICE), None, col, None, out, state, LAYER, keep=keep_of(CUT, 140).to(DEVICE))
     round_pair(x[:, CUT].contiguous().to(DEVICE), row, col, cut_out, out, state, LAYER, align=True,
-               lines=CUT.to(DEVICE), packed=True)
+               lines=CUT.to(DEVICE))
     whole = x.clone()
     whole[:, CUT] = value_of(x[:, CUT], row)
     check_codes(buffer, 140, 40, whole.t().contiguous(), col)
@@ -373,7 +372,7 @@ def test_codes_and_scales_are_those_of_the_reference(pair, case):
                if side else None for side, shape in sides]
     outs = [side and unpacked(whole[32:-32], *shape, side) for whole, (side, shape) in zip(guarded, sides)]
     round_pair(x.to(DEVICE), row, col, outs[0], outs[1], COUNTER.state.to(DEVICE), LAYER, align=align,
-               extra=extra, extra_out=outs[2], packed=True)
+               extra=extra, extra_out=outs[2])
     start, t = starts(x, row, align)
     for whole, (side, shape), v in zip(guarded, sides, (start, t, t)):
         if side:
@@ -388,7 +387,7 @@ def test_codes_of_outlier_columns():
     row, col, _ = PAIRS["X"]
     buffers = [room(x.to(DEVICE), 40, 40, side) for side in (row, col)]
     round_pair(x.to(DEVICE), row, col, buffers[0][1], buffers[1][1], COUNTER.state.to(DEVICE), LAYER,
-               align=True, keep=keep_of(channels, 40).to(DEVICE), packed=True)
+               align=True, keep=keep_of(channels, 40).to(DEVICE))
     for (buffer, _), side, v in zip(buffers, (row, col), starts(x, row, True, channels)):
         check_codes(buffer, 40, 40, v, side)
 
@@ -566,6 +565,41 @@ def test_native_step(case, T):
     assert_close(step(linear, x, dy), twin, x, dy)
 
 
+@pytest.mark.parametrize("case", ["full", "squares", "mx", "eden", "e5m2, uniform, ue5m3", "quartet"])
+def test_packed_step(case):
+    """
+    Catches: a code or scale of another format read by the wrong decoder, half of a byte that goes to the
+    neighbour, a scale of another block, row or square, an operand without codes that is taken for one with.
+    """
+    turn = dict(hadamard=16, signs="none")
+    recipe, outliers = {
+        "squares": (Recipe(SCALED, SQUARES, STRIPS, SQUARES, STRIPS, replace(SQUARES, outer=128)), False),
+        "eden": (Recipe(dx_w=EDEN, dw_x=EDEN), False), "quartet": (RECIPES["quartet_v4"], False),
+        "e5m2, uniform, ue5m3": (Recipe(dx_dy=replace(UNIFORM, **turn), dx_w=replace(UNIFORM, **turn),
+                                        dw_x=replace(UE5M3, grid="e5m2", block=(1, 32))), False),
+    }.get(case) or RECIPE_CASES[case]
+    (packed, _), (emulate, _) = (layer(recipe, b, K=37, outliers=outliers) for b in ("packed", "emulate"))
+    x, dy = matrix(70, 37), matrix(70, 19)
+    x[:, 13], x[:, 14] = 2.0**-101, 0
+    if case in ("full", "mx"):      # elsewhere the scale of the whole tensor would be NaN
+        x[5, 3] = torch.nan
+    got, wanted = step(packed, x, dy), step(emulate, x, dy)
+    assert all(same(got[kind], wanted[kind]) for kind in wanted)
+    assert wanted["dx"].isfinite().all() and wanted["dw"].isfinite().any()
+    assert wanted["dw"].isnan().any() == (case in ("full", "mx"))
+
+
+def test_what_packed_keeps():
+    """ Catches: values kept beside the codes, or codes where a recipe's operand has none and is a value. """
+    x, weight = randn(128, 128).to(DEVICE), randn(112, 128, seed=1).to(DEVICE)
+    channels = torch.arange(0, 128, 4, device=DEVICE)
+    for recipe, bits, eights in ((FULL, 4.75, 8.25), (FULL.only([1, 2, 3, 4, 5]), 32, 32)):
+        _, *kept, _, _, _ = linear_forward(x, weight, channels, COUNTER.state.to(DEVICE), 1, recipe.spec(),
+                                           True, "packed")
+        sizes_of = [t.numel() * t.element_size() * 8 for t in kept]
+        assert sizes_of == [128 * (112 * 4.5 + 32), 128 * 128 * bits, 32 * 128 * eights]
+
+
 @pytest.mark.parametrize("backend", ["emulate", "native"])
 def test_gradients_nobody_asked_for(backend):
     """ Catches: an operand that is only made for one gradient, noise that changes with what is asked for. """
@@ -610,14 +644,14 @@ def test_empty_batch(case, backend):
 # -----------------------------------------------------------------------------
 # autograd, compilation, recomputation
 
-@pytest.mark.parametrize("backend", ["emulate", "native"])
+@pytest.mark.parametrize("backend", ["emulate", "packed", "native"])
 def test_ops_are_registered_correctly(backend):
     """ Catches: a fake implementation with other shapes or dtypes than the real one. """
     # parts of buffers have no room between them in these shapes: what is there is left as it was
     x, weight, dy = (randn(32, 32, seed=i).to(DEVICE) for i in range(3))
     eight, none, state = CHANNELS.to(DEVICE), CHANNELS[:0].to(DEVICE), COUNTER.state.to(DEVICE)
     cases = [(FULL, eight, True), (BASE, none, False)]
-    for recipe, channels, save in cases + [(BASE.only([3]), none, True)] * (backend == "emulate"):
+    for recipe, channels, save in cases + [(BASE.only([3]), none, True)] * (backend != "native"):
         args = x[:25], weight[:19], channels, state, 3, recipe.spec(), save, backend
         torch.library.opcheck(linear_forward, args, test_utils="test_faketensor")
     args = x.clone().requires_grad_(), weight, none, state, 3, BASE.spec(), True, backend
@@ -706,7 +740,7 @@ def launch(name: str, packed: bool):
     extra = Side(MXFP8) if name == "dY" else None
     a, at, at8 = (room(kept, n, n, side)[1] if packed else values(kept, n, n, side)
                   for side in (row, col, extra))
-    round_pair(x, row, col, a, at, COUNTER.state, LAYER, align=name != "dY", packed=packed, extra=extra,
+    round_pair(x, row, col, a, at, COUNTER.state, LAYER, align=name != "dY", extra=extra,
                extra_out=at8, keep=None if name == "dY" else torch.zeros(n, dtype=torch.int16))
 
 
