@@ -1018,9 +1018,9 @@ def _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP: tl.constexpr):
     ROWS: tl.constexpr = OP.block[0]
     byte = tl.load(inner_ptr + row // ROWS * blocks + k // OP.block[1]).to(tl.int32)
     if OP.scale_grid is None:
-        # of a power of two the byte is the exponent; 2^-127, exponent 0, is subnormal, and 255 is NaN
-        scale = tl.where(byte == 0, 0x400000, byte << 23).to(tl.float32, bitcast=True)
-        scale = tl.where(byte == 255, NAN, scale)
+        # the byte of a power of two is its exponent. At the ends these bits are 0 and Inf where the scale is
+        # 2^-127 and NaN: times the code, which is 0 there, the same
+        scale = (byte << 23).to(tl.float32, bitcast=True)
     else:
         FORM: tl.constexpr = OP.scale_grid
         scale = _decode(byte, FORM)

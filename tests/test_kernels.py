@@ -14,12 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import quant
 from quant import (DW_SIGNS, DX_SIGNS, FIXED_SIGNS, TENSOR, Counter, Operand, Recipe, fake_quantize, hadamard,
                    linear_backward, linear_forward, pack, quantize, random_signs, uniform, unpack)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from test_linear import CHANNELS, layer_of, randn, reference, run
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build of PyTorch does not bring along")
+import triton                                                   # noqa: E402
+import triton.language as tl                                    # noqa: E402
+
 import fused                                                    # noqa: E402
 import kernels                                                  # noqa: E402
 from crosscompile import Job, compile_many                      # noqa: E402
@@ -85,12 +89,12 @@ PAIRS = {
     "ue5m3": (row_side(UE5M3), col_side(replace(UE5M3, rounding="sr", rule="up")), True),
     "ue5m3 squares": (row_side(replace(UE5M3, block=(16, 16))),
                       col_side(replace(UE5M3, outer=128, rounding="sr", rule="17/16"), 16), False),
-    "4/6": (row_side(SIX), col_side(replace(SIX, outer=128), 16), True),
+    "4/6": (row_side(replace(SIX, outer=128)), col_side(SIX, 16), True),
     "4/6 squares": (row_side(replace(SIX, block=(16, 16))), col_side(replace(SIX, block=(16, 16))), False),
     "4/6 ue5m3": (row_side(replace(UE5M3, rule="4/6"), 32), col_side(replace(SIX, block=(1, 32)), 16), True),
     "eden": (row_side(EDEN, 128), col_side(EDEN, 128), False),
     "eden in 128": (row_side(replace(EDEN, outer=128)), col_side(replace(EDEN, outer=128), 64), True),
-    "quest": (row_side(QUEST, 32), col_side(replace(QUEST, rounding="sr")), True),
+    "quest": (row_side(QUEST), col_side(replace(QUEST, rounding="sr"), 32), True),
     "3/4": (row_side(THREE_FOURTHS, 32), col_side(replace(THREE_FOURTHS, rounding="sr"), 32), True),
     "turn 64, 128": (row_side(MXFP4, 64), col_side(sr(), 128), True),
     "fixed": (Side(NEAREST, 16, 3, FIXED_SIGNS), Side(STOCHASTIC, 128, 5, FIXED_SIGNS), False),
@@ -114,6 +118,7 @@ def matrix(M: int, K: int, size: float = 1.0, dtype: torch.dtype = torch.float32
         x[6, ::16] = 6.0
         x[7, ::3] = -0.0
         x[8] *= 1e-3
+        x[10] = 12          # with rule 4/6, exact both ways
     if faults:
         x[1, 20], x[9, 100], x[11, 5] = torch.nan, torch.inf, -torch.inf
     return x.to(dtype)
@@ -209,6 +214,7 @@ CASES = {
     "small": lambda: matrix(17, 16, 1e-20),
     "zeros": lambda: torch.zeros(17, 16),
     "wide": lambda: mixed(33, 300),
+    "huge": lambda: matrix(20, 40).clamp(-1, 1) * 3e38,
 }
 
 
@@ -216,7 +222,7 @@ CASES = {
     *((pair, case) for pair in PAIRS for case in ("bf16", "mixed") if (pair, case) != ("eden", "mixed")),
     *((pair, "float16") for pair in ("X", "dY", "squares sr", "4/6")),
     *((pair, case) for pair in ("X", "tensor", "squares", "mxfp4 sr") for case in ("one", "small", "zeros")),
-    ("X", "wide")])
+    ("X", "wide"), ("4/6", "huge"), ("quest", "huge")])
 def test_values_are_those_of_the_reference(pair, case):
     """
     Catches: a group of noise or a sign vector that is not the reference's, a scale rounded by another rule or
@@ -260,6 +266,27 @@ def test_outlier_columns(K, dtype):
     x[3, 5], x[4, K - 1] = torch.nan, torch.inf
     for align in (True, False):
         check_pair(x, row_side(NEAREST), col_side(STOCHASTIC, 16), align, channels=channels)
+
+
+@triton.jit
+def _sums_kernel(x_ptr, strip_ptr, square_ptr):
+    x = tl.load(x_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
+    strip = kernels._sum(kernels._split(tl.reshape(x, [16, 1, 16]), 16, 1, 16))
+    tl.store(strip_ptr + tl.arange(0, 16)[:, None] + tl.arange(0, 1)[None, :], strip)
+    tl.store(square_ptr + tl.arange(0, 16)[:, None] + tl.arange(0, 1)[None, :],
+             kernels._sum_rows(strip, 16))
+
+
+def test_sums_are_added_in_order():
+    """
+    Catches: another order of the additions. In the choices that hang on these sums it would show in one of a
+    million blocks, here it shows in each.
+    """
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)) ** 3
+    strip, square = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE)
+    _sums_kernel[(1,)](x.to(DEVICE), strip, square, enable_fp_fusion=False)
+    assert torch.equal(strip.cpu(), quant._sum(x[:, None, None, :])[:, 0])
+    assert torch.equal(square.cpu(), quant._sum(x[None, :, None, :])[0].expand(16))
 
 
 # -----------------------------------------------------------------------------

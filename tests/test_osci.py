@@ -849,6 +849,8 @@ def test_what_cannot_work_is_refused(change, message):
 # -----------------------------------------------------------------------------
 # the kernel
 
+# the interpreter divides by the scales of empty blocks, too, before it leaves the quotients out
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize("track", (None, 0.2), ids=("full", "topk"))
 @pytest.mark.parametrize("shape, op", (((48, 160), NEAREST), ((33, 300), NEAREST),
                                        ((40, 48), replace(NEAREST, outer=TENSOR)),
