@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import data
 import parallel
 import train
 from config import ConfigError, check_share, parse
-from eval import read_checkpoint
+from eval import build, read_checkpoint
 from test_train import WINDOWS, assert_same, last_state, learned, rows, tiny
 from test_train import shards    # noqa: F401, a fixture
 
@@ -391,6 +392,27 @@ def test_a_fault_of_one_rank_ends_all(shards, tmp_path):    # noqa: F811
     # not at the start of a line: the end of rank 0's last one may come after it
     assert code != 0 and len(re.findall(r"rank 1: error: .*300", output)) == 1, output
     assert "step 2/20" in output and "step 3/20" not in output
+
+
+def test_blocks_are_compiled_once_for_all():
+    """
+    Catches: a compilation for each block, of which PyTorch makes eight and leaves the other blocks as they
+    are; noise that is another block's, as the number of a layer is no longer a constant.
+    """
+    torch._dynamo.reset()
+    cfg = parse(["configs/tetrajet_base.py", "--n_layer=10", "--d_model=16", "--n_head=1", "--d_ff=24"])
+    model, _, counter = build(cfg, 40, torch.device("cpu"))
+    counter.set(3)
+    ids, seen = torch.randint(40, (2, 8)), CompileCounterWithBackend("aot_eager")
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            parallel.compile_blocks(model, backend=seen, fullgraph=True)
+        model.zero_grad()
+        loss = model(ids, ids)[0]
+        loss.backward()
+        results.append((loss.detach(), *(p.grad for p in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*results)) and seen.frame_count == 2
 
 
 def test_a_mistyped_flag_is_told_once(tmp_path):
