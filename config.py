@@ -19,6 +19,7 @@ environment: the resolved Config, saved as config.json, says everything about a 
 """
 import ast
 import difflib
+import importlib
 import inspect
 import math
 import operator
@@ -148,6 +149,22 @@ def short(text: str) -> str:
     """ The start of a text that may be long, on one line. """
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:56] + " ..."
+
+
+def package(name: str):
+    """ An optional package; ConfigError, with what to type, where it is not installed. """
+    top = name.split(".")[0]
+    problem, cure = "is not installed", f"pip install {top}"
+    try:
+        module = importlib.import_module(name)
+        # a folder of that name in the current one, such as wandb leaves its files in, can be imported too
+        if module.__file__:
+            return module
+    except ModuleNotFoundError:
+        pass
+    except Exception as error:      # anything, of a package whose parts do not fit each other
+        problem, cure = f"cannot be imported ({type(error).__name__})", f"pip install -U {top}"
+    raise ConfigError(f"this needs the package {top}, which {problem}: type {cure}")
 
 
 def fit(name: str, value):
