@@ -118,6 +118,7 @@ class Config:
     eval_tokens: int = 16384            # validation tokens, the same ones every time
     save_every: int = 150               # steps from one checkpoint to the next
     sample_tokens: int = 200            # tokens of text sampled at the end; 0 = off
+    wandb: bool = False                 # send the rows of metrics.csv to Weights & Biases too
 
     def in_steps(self, fraction: float) -> int:
         """ A fraction of training as a number of steps, at least 1. """
@@ -137,7 +138,7 @@ KINDS = {f.name: f.type for f in fields(Config)}
 # knobs that may differ when a run is continued: they change what is written, where it runs or which noise
 # is drawn, not what is computed in the mean
 FREE = ("device", "backend", "parallel", "compile", "recompute", "overwrite", "stop_at", "dry_run", "out",
-        "name", "micro_batch", "log_every", "eval_every", "save_every", "sample_tokens")
+        "name", "micro_batch", "log_every", "eval_every", "save_every", "sample_tokens", "wandb")
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 'text, such as "auto"'}
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from config import EMA_WARMUP, FREE, Config, ConfigError, load
+from config import EMA_WARMUP, FREE, Config, ConfigError, load, package
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, checkpoints, commit, first_line,
                   late_switch, newest_checkpoint, pick_device, recipe_of, sample, val_losses)
@@ -39,6 +39,7 @@ from outliers import OutControl
 from parallel import ALONE, Ranks, launched, leave, lost, one_voice, speaks, start
 from quant import TENSOR, QuantLinear, Recipe, own_rows
 from remedies import Dampen, Freeze, QEma
+from tracker import ID, Tracker
 
 # what OsciReset, or what takes its place, reports of a window (osci.Report.row), summed over layers
 OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused",
@@ -67,12 +68,13 @@ class TrainingError(RuntimeError):
 class Run:
     """ The folder out/<name>: what a run writes, and how it finds itself again. """
 
-    OURS = re.compile(r"ckpt_\d{9}\.(pt|tmp)|config\.json(\.tmp)?|metrics\.csv(\.tmp)?|log\.txt")
+    OURS = re.compile(r"ckpt_\d{9}\.(pt|tmp)|(config\.json|metrics\.csv)(\.tmp)?|log\.txt|" + re.escape(ID))
 
     def __init__(self, cfg: Config, writes: bool = True):
         self.folder = Path(cfg.out) / cfg.name
         self.writes = writes                               # else it says and writes nothing: one rank does
         self.lock = None
+        self.tracker: Tracker | None = None                # of --wandb
         self.last_good: Path | None = None                 # the checkpoint loaded or written last
         self.warned = False
 
@@ -89,8 +91,8 @@ class Run:
             self._lock()
             leftovers = [*self.folder.glob("*.tmp")]       # of a run that was killed while saving
             if cfg.overwrite:
-                leftovers += [*checkpoints(self.folder), self.folder / "config.json",
-                              self.folder / "metrics.csv"]
+                leftovers += [*checkpoints(self.folder),
+                              *(self.folder / name for name in ("config.json", "metrics.csv", ID))]
                 (self.folder / "log.txt").write_text("")
             for path in leftovers:
                 if self.OURS.fullmatch(path.name) and path.is_file():
@@ -156,7 +158,9 @@ class Run:
         except OSError:                                                    # a file system without locks
             pass
 
-    def close(self):
+    def close(self, code: int):
+        if self.tracker:
+            self.tracker.close(code)
         if self.lock:
             self.lock.close()
 
@@ -211,6 +215,8 @@ class Run:
             return
         shown = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in (values.get(c, "") for c in COLUMNS)]
         self._append("metrics.csv", ",".join(shown) + "\n")
+        if self.tracker:
+            self.tracker.row({name: float(text) for name, text in zip(COLUMNS, shown) if text})
 
     def save(self, state: dict) -> bool:
         """
@@ -654,6 +660,8 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         trainer = Trainer(cfg, corpus)
         # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
         if not cfg.dry_run:
+            if cfg.wandb and ranks.first:
+                package("wandb")
             entropy = corpus.val.unigram_entropy()
             corpus.val.whole_windows(cfg.seq_len)
             origin = initial_weights(cfg, run, trainer)
@@ -666,6 +674,8 @@ def work(cfg: Config, run: Run, ranks: Ranks):
     with ranks.together():
         next(trainer.micro_batches())
         state = run.open(cfg, trainer.recipe) if ranks.first else None
+        if cfg.wandb and ranks.first:
+            run.tracker = Tracker(cfg, run.folder, run.say)
     state = ranks.from_first(state)
     if state:
         trainer.load(state)
@@ -706,7 +716,7 @@ def main(argv: list[str]):
         sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
     with one_voice():
         cfg = load(argv)
-    ranks, run = ALONE, Run(cfg)
+    ranks, run, code = ALONE, Run(cfg), 0
     try:
         ranks = start(cfg, pick_device(cfg))
         run.writes = ranks.first
@@ -725,7 +735,7 @@ def main(argv: list[str]):
             raise
         raise SystemExit(code)
     finally:
-        run.close()
+        run.close(code)
 
 
 if __name__ == "__main__":
