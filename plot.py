@@ -38,10 +38,10 @@ is the mean over runs of what train.py logged, which leaves evaluation out."""
 FP4, BF16 = "val_loss_fp4", "val_loss_bf16"
 
 # knobs that say where a run lies, how it was interrupted and how often it wrote, not what it computed
-IDLE = "out|name|seed|overwrite|stop_at|dry_run|log_every|eval_every|save_every|sample_tokens"
+IDLE = "out|name|seed|overwrite|stop_at|dry_run|log_every|eval_every|save_every|sample_tokens|wandb"
 # what else may differ between a run and the bf16 run that it is compared with
 PRECISION = ("recipe|quantizers|keep|keep_last|bf16_forward|rotate|rotate_size|block_.|scale_rule|backward|"
-             "outer|align|outlier_.*|osci|osci_.*|backend|device|parallel|compile|micro_batch")
+             "outer|align|outlier_.*|osci|osci_.*|backend|device|parallel|compile|recompute|micro_batch")
 
 # title; unit of y; what y shows: 0 (zero, gap), all but the first losses (late, gap); kind of curve -> column
 PANELS = (

@@ -120,7 +120,8 @@ def test_the_bf16_run_is_one_of_the_same_training(experiment):
     make(experiment / "bf16-lr1-s1", 3.0, lr=1e-3)
     make(experiment / "bf16-lr2-s1", 5.0, lr=2e-3)
     make(experiment / "full-lr2-s1", 5.5, lr=2e-3, recipe="tetrajet_full", osci="topk", osci_tau=2.0,
-         outlier_frac=0.1, micro_batch=1, out="elsewhere", log_every=7, eval_every=3)
+         outlier_frac=0.1, micro_batch=1, recompute=True, wandb=True, out="elsewhere", log_every=7,
+         eval_every=3)
     make(experiment / "full-lr3-s1", 5.5, lr=3e-3, recipe="tetrajet_full")
     assert [row[3] for row in table(experiment).values()] == ["0", "0", "+0.5000", "-"]
 
