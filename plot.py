@@ -128,12 +128,19 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+# the knobs that are looked at one by one
+NEEDED = {"seed": int, "steps": int, "batch_tokens": int, "recipe": str}
+
+
 def read_run(folder: Path) -> Run:
+    path = folder / "config.json"
+    text = read(path)
     try:
-        config = json.loads(read(folder / "config.json"))
-        config["seed"], config["steps"], config["batch_tokens"], config["recipe"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise PlotError(f"{folder / 'config.json'} is not the config of a run")
+        config = json.loads(text)
+    except (ValueError, RecursionError):        # no JSON, a number of 5,000 digits; too deep
+        config = None
+    if not isinstance(config, dict) or any(type(config.get(k)) is not kind for k, kind in NEEDED.items()):
+        raise PlotError(f"{path} is not the config of a run")
     return Run(folder, folder.resolve().name, config, read_rows(folder / "metrics.csv"))
 
 
@@ -331,7 +338,11 @@ def experiment(folder: Path) -> tuple[str, list]:
 def results(root: Path):
     """ All experiments; nothing is written before everything is read. """
     readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    try:
+        text = readme.read_text(encoding="utf-8") if readme.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    except UnicodeDecodeError:
+        # replacing what cannot be read would lose it when the file is written again
+        raise PlotError(f"{readme} is not UTF-8: convert it") from None
     before, _, rest = text.partition(BEGIN)
     if text.count(BEGIN) != 1 or rest.count(END) != 1:
         raise PlotError(f"{readme} needs these two lines, once each and in this order: {BEGIN} and {END}")
