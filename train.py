@@ -30,10 +30,11 @@ from pathlib import Path
 
 import torch
 
-from config import EMA_WARMUP, FREE, Config, ConfigError, load, package
+from config import EMA_WARMUP, FREE, Config, ConfigError, load, package, short
 from data import Corpus, DataError, open_corpus
-from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, checkpoints, commit, first_line,
-                  late_switch, newest_checkpoint, pick_device, recipe_of, sample, val_losses)
+from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, check_tensors, checkpoints,
+                  commit, first_line, late_switch, newest_checkpoint, pick_device, recipe_of, sample,
+                  val_losses)
 from osci import OsciReset, Report
 from outliers import OutControl
 from parallel import ALONE, Ranks, launched, leave, lost, one_voice, speaks, start
@@ -375,15 +376,29 @@ class Trainer:
             raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens of "
                               f"{state['vocab_size']} ids and the data now has {tokens:,} of {vocab}; type "
                               "--data=DIR of the same data, or --name=ANOTHER for a new run")
+        if state["step"] > self.cfg.steps:
+            raise ConfigError(f"the checkpoint is of step {short(str(state['step']))} and the run has "
+                              f"{self.cfg.steps}; type --name=ANOTHER, or --overwrite to start anew")
         try:
+            check_tensors(state["model"], self.model.state_dict())
+            saved, ours = state["optimizer"]["param_groups"], self.optimizer.state_dict()["param_groups"]
+            if [group["params"] for group in saved] != [group["params"] for group in ours]:
+                raise ValueError("its optimizer is for other weights")
+            # how Adam is set is our config's to say, but for the rate, which each step sets
+            groups = [mine | {"lr": float(group["lr"])} for mine, group in zip(ours, saved)]
+            if any((t.dtype, t.layout) != (torch.float32, torch.strided)
+                   for moments in state["optimizer"]["state"].values() for t in moments.values()):
+                raise ValueError("its optimizer holds a tensor that is not dense or not float32")
             state = self.ranks.parts(state, self.model, self.optimizer)
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            # the fused update trusts these shapes
+            self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
+            # the fused update trusts all of this
             for p in self.model.parameters():
-                moments = [self.optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")]
-                if any(m.shape != p.shape or not m.is_floating_point() for m in moments):
+                step, *moments = (self.optimizer.state[p][key] for key in ("step", "exp_avg", "exp_avg_sq"))
+                if any(m.shape != p.shape for m in moments):
                     raise ValueError("Adam's moments have other shapes than the weights")
+                if step.shape or step != state["step"]:
+                    raise ValueError("Adam has made another number of steps")
             self.outliers.load_state_dict(state["outliers"])
             if self.osci:
                 self.osci.load_state_dict(state["osci"])

@@ -241,7 +241,7 @@ def change_config(folder, **values):
     (lambda folder: (folder / "config.json").write_text("[1]"), "is not the config of a run"),
     (lambda folder: (folder / "config.json").write_text('{"seed": 1}'), "is not the config of a run"),
     (lambda folder: (folder / "config.json").write_text("[" * 100_000), "is not the config of a run"),
-    (lambda folder: (folder / "config.json").write_text('{"seed": ' + "9" * 5_000 + "}"), "is not the config"),
+    (lambda folder: (folder / "config.json").write_text("9" * 5_000), "is not the config of a run"),
     (lambda folder: change_config(folder, steps="many"), "is not the config of a run"),
     (lambda folder: change_config(folder, batch_tokens=None), "is not the config of a run"),
     (lambda folder: change_config(folder, seed=[]), "is not the config of a run"),
