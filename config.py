@@ -224,11 +224,23 @@ def shown(node: ast.AST) -> str:
     return short(ast.unparse(node))
 
 
+FILE_LIMIT = 1 << 20    # bytes: a longer file is something else, such as a shard, perhaps larger than memory
+
+
+def typed(path: str | Path) -> bytes:
+    """ The bytes of a file that somebody wrote by hand. ConfigError, without the path, if it is too long. """
+    with open(path, "rb") as file:
+        content = file.read(FILE_LIMIT + 1)
+    if len(content) > FILE_LIMIT:
+        raise ConfigError("longer than a megabyte, so this is another kind of file")
+    return content
+
+
 def read_file(path: str) -> dict:
     """ The assignments of one config file. """
     values, line = {}, 1
     try:
-        for node in ast.parse(Path(path).read_bytes()).body:
+        for node in ast.parse(typed(path)).body:
             line = node.lineno
             match node:
                 case ast.Expr(value=ast.Constant(value=str())):

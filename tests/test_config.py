@@ -286,6 +286,13 @@ def test_a_name_that_comes_from_a_file_is_checked(file):
         parse([file("", 240 * "x" + ".py")])
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero, a file without an end")
+def test_a_file_without_an_end():
+    """ Catches: a shard that is typed for a config file and read as a whole, until memory ends. """
+    with pytest.raises(ConfigError, match="/dev/zero:1: longer than a megabyte"):
+        parse(["/dev/zero"])
+
+
 @pytest.mark.parametrize("content", [b"\x7fELF\0", "lr = 1\n".encode("utf-16"), b"# coding: bogus\nlr = 1\n"])
 def test_a_file_that_is_no_text(tmp_path, content):
     """ Catches the parser's own words, with line None or 0. """
