@@ -161,7 +161,8 @@ def read_list(path: Path) -> list[Run]:
 
 def text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        # a link to a device or a pipe has no end
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError:
         return ""
 

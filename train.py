@@ -138,9 +138,10 @@ class Run:
 
     def _has_row(self, step: int) -> bool:
         """ Whether metrics.csv ends with the whole row of this step. """
-        with suppress(FileNotFoundError):
+        path = self.folder / "metrics.csv"
+        if path.is_file():
             # half a row has no newline behind it
-            rows = (self.folder / "metrics.csv").read_bytes().split(b"\n")[:-1]
+            rows = path.read_bytes().split(b"\n")[:-1]
             return any(row.startswith(b"%d," % step) and row.count(b",") == len(COLUMNS) - 1
                        for row in rows[-1:])
         return False
@@ -170,6 +171,8 @@ class Run:
         path = self.folder / "metrics.csv"
         kept = [",".join(COLUMNS)]
         try:
+            if not path.is_file():      # nor a link to a device, which has no end
+                raise FileNotFoundError
             for line in path.read_text(encoding="utf-8").splitlines():
                 # a row that was cut off when the run was killed, or with other columns, is no row
                 number, *others = line.split(",")

@@ -703,11 +703,15 @@ def test_overwrite_waits_until_the_new_run_can_start(go, shards, tmp_path, capsy
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("content", [b"a,b,c\n1,2,3\n", b"\xff\xfe\x00", b"x" * 300_000, None])
+@pytest.mark.parametrize("content", [b"a,b,c\n1,2,3\n", b"\xff\xfe\x00", b"x" * 300_000, None,
+                                     Path("metrics.csv"), Path("/dev/zero")])
 def test_metrics_that_cannot_be_read_do_not_stop_a_resume(go, content):
+    """ Catches: a traceback, a link to itself, and one to what has no end. """
     folder, _ = go("r", "--recipe=bf16", "--stop_at=5")
     (folder / "metrics.csv").unlink()
-    if content is not None:
+    if isinstance(content, Path):
+        (folder / "metrics.csv").symlink_to(content)
+    elif content is not None:
         (folder / "metrics.csv").write_bytes(content)
     go("r", "--recipe=bf16")
     assert [int(row["step"]) for row in rows(folder)] == list(range(5, 21))
