@@ -261,6 +261,15 @@ def read_checkpoint(path: Path) -> dict:
     return state
 
 
+def check_tensors(found: dict, expected: dict):
+    """ ValueError unless names, shapes, types and layouts agree: load_state_dict casts in silence. """
+    there, here = ({name: (t.shape, t.dtype, t.layout) for name, t in side.items()}
+                   for side in (found, expected))
+    if there != here:
+        name = next(name for name in [*here, *there] if there.get(name) != here.get(name))
+        raise ValueError(f"its weights are not those of its config, as {name} shows")
+
+
 def newest_checkpoint(folder: Path, say=print) -> tuple[Path, dict] | None:
     """
     The newest checkpoint of a run that can be read; says which ones it had to skip. None if there is none.
@@ -285,11 +294,12 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
         here = {"device": device, "backend": "auto"} | ({} if data is None else {"data": data})
         cfg = Config.from_dict(state["config"] | here)
         recipe, vocab = Recipe.from_spec(state["recipe"]), state["vocab_size"]
-        # first without memory: a file may claim any size
+        # first without memory, and without the time for layers that are not there: a file may claim any size
+        if not any(name.startswith(f"blocks.{cfg.n_layer - 1}.") for name in state["model"]):
+            raise ValueError(f"its weights are not those of its config, which has {cfg.n_layer} blocks")
         with torch.device("meta"):
             expected = build(cfg, vocab, torch.device("meta"), recipe)[0].state_dict()
-        if {k: t.shape for k, t in expected.items()} != {k: t.shape for k, t in state["model"].items()}:
-            raise ValueError("its weights are not those of its config")
+        check_tensors(state["model"], expected)
         model, layers, _ = build(cfg, vocab, pick_device(cfg), recipe)
         late_switch(cfg, layers, state["step"])
         model.load_state_dict(state["model"])

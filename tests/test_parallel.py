@@ -22,11 +22,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import data
 import parallel
+import tracker
 import train
 from config import ConfigError, check_share, parse
 from eval import build, read_checkpoint
 from test_train import WINDOWS, assert_same, last_state, learned, rows, tiny
 from test_train import shards    # noqa: F401, a fixture
+from test_tracker import Fake
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
@@ -81,6 +83,14 @@ def run(argv: list[str]) -> dict:
                                 ("osci", trainer.osci.state_dict() if trainer.osci else None),
                                 ("outliers", trainer.outliers.state_dict()))}
     return held | {"rank": trainer.counter.state[3]}
+
+
+def tracked(argv: list[str]) -> list[str]:
+    """ A run with --wandb -> what wandb was told by this rank. """
+    fake = Fake()
+    sys.modules["wandb"], tracker.reachable = fake, lambda url: False
+    train.main([*argv, "--wandb"])
+    return [call[0] for call in fake.calls]
 
 
 def copy(argv: list[str]) -> dict:
@@ -155,6 +165,7 @@ def done(shards, tmp_path_factory):    # noqa: F811
                   for osci, more in ACTS.items() for mode in ("ddp", "fsdp")),
                 ("micro-bf16", run, flags("micro-2", *BF16, "--micro_batch=1")),
                 ("micro-fsdp", run, flags("micro-fsdp", *BF16, "--micro_batch=1", "--parallel=fsdp")),
+                ("tracked", tracked, flags("tracked", *BF16)),
                 ("mistakes", mistakes, flags("none")),
                 ("gradient", own_gradient, flags("none"))]
     for world, todo in jobs.items():
@@ -292,6 +303,12 @@ def test_a_mistake_of_one_rank_is_told_to_all(done):
 
 def test_only_rank_0_prints(done):
     assert [(done.out / f"printed-4-{rank}").read_text() for rank in (1, 2, 3)] == [""] * 3
+
+
+def test_only_rank_0_sends_rows(done):
+    """ Catches: as many runs of wandb's as there are GPUs, all of one id. """
+    first, second = done("tracked", 2)
+    assert first.count("init") == first.count("finish") == 1 and first.count("log") == 7 and not second
 
 
 @pytest.mark.parametrize("flags, world, told", [

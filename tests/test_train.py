@@ -3,6 +3,7 @@ The loop: exact resumption, equal batches however they are cut, kills, full disk
 """
 import csv
 import json
+import math
 import os
 import re
 import signal
@@ -498,6 +499,14 @@ def inside(where: str, **items):
     return lambda state: state[where].update({key.replace("__", "."): value for key, value in items.items()})
 
 
+def moment(**items):
+    """ Change what Adam holds of the first weight. """
+    def change(state):
+        held = state["optimizer"]["state"][0]
+        held.update({key: f(held[key]) for key, f in items.items()})
+    return change
+
+
 CRAFTED = {
     "only a format": lambda state: [state.pop(key) for key in list(state) if key != "format"],
     "format is true": put(format=True), "no step": lambda state: state.pop("step"),
@@ -513,6 +522,16 @@ CRAFTED = {
     "optimizer is empty": put(optimizer={}), "no moments": inside("optimizer", state={}),
     "no groups": inside("optimizer", param_groups=[]),
     "moment of another shape": lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.ones(3)),
+    "weights of another type": lambda state: state["model"].update(
+        {name: t.int() for name, t in state["model"].items()}),
+    "sparse weight": lambda state: state["model"].update({"norm.weight": torch.ones(48).to_sparse()}),
+    "step beyond the end": put(step=10**30),
+    "moments of another type": moment(exp_avg=lambda t: t.half()),
+    "sparse moment": moment(exp_avg=lambda t: t.to_sparse()),
+    "Adam's step is several": moment(step=lambda t: torch.ones(7)),
+    "Adam's step is nan": moment(step=lambda t: t * math.nan),
+    "rate is text": lambda state: state["optimizer"]["param_groups"][0].update(lr="x"),
+    "groups of other weights": lambda state: state["optimizer"]["param_groups"][0]["params"].pop(),
     "osci is text": put(osci="x"), "osci is missing": put(osci=None),
     "osci of another layer": inside("osci", windows={"zz": {}}),
     "norms of another layer": put(outliers={"norms": {"zz": torch.ones(3)}}),
@@ -684,11 +703,15 @@ def test_overwrite_waits_until_the_new_run_can_start(go, shards, tmp_path, capsy
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("content", [b"a,b,c\n1,2,3\n", b"\xff\xfe\x00", b"x" * 300_000, None])
+@pytest.mark.parametrize("content", [b"a,b,c\n1,2,3\n", b"\xff\xfe\x00", b"x" * 300_000, None,
+                                     Path("metrics.csv"), Path("/dev/zero")])
 def test_metrics_that_cannot_be_read_do_not_stop_a_resume(go, content):
+    """ Catches: a traceback, a link to itself, and one to what has no end. """
     folder, _ = go("r", "--recipe=bf16", "--stop_at=5")
     (folder / "metrics.csv").unlink()
-    if content is not None:
+    if isinstance(content, Path):
+        (folder / "metrics.csv").symlink_to(content)
+    elif content is not None:
         (folder / "metrics.csv").write_bytes(content)
     go("r", "--recipe=bf16")
     assert [int(row["step"]) for row in rows(folder)] == list(range(5, 21))
