@@ -31,7 +31,7 @@ from torch import Tensor
 import quant
 
 TILE = 128                                 # rows and columns of a tile
-WIDEST = 32                                # values in a strip that are still kept in registers
+WIDEST = 32                                # the longest rotation within a strip; longer ones leave it
 TENSOR = tl.constexpr(quant.TENSOR)        # Operand.outer: one outer scale for the whole tensor
 # with TRITON_INTERPRET=1 kernels run on a CPU, in NumPy, which has neither PTX nor an exact fma
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -746,17 +746,16 @@ def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.const
         if OP.outer == 0:
             fate = a
         inner, scale, inv = _inner(v, block * B, factor, a, fate, outer, inv_outer, OP, TOP)
-        c = _codes(v, block * B, inv * factor, at, group, OP, STREAM, SIGNED, B)
         if OP.rule == "4/6":
+            # rounded a third time below: cheaper than to keep both sets of values in registers
             inner_4, scale_4, inv_4 = _inner(v, block * B, factor, a, fate, outer, inv_outer, OP, 4.0)
-            c_4 = _codes(v, block * B, inv_4 * factor, at, group, OP, STREAM, SIGNED, B)
+            c = _codes(v, block * B, inv * factor, at, group, OP, STREAM, False, B)
+            c_4 = _codes(v, block * B, inv_4 * factor, at, group, OP, STREAM, False, B)
             better = (_error(v, block * B, c_4, factor, scale_4, a, ROWS) <
                       _error(v, block * B, c, factor, scale, a, ROWS))
             inner, scale = tl.where(better, inner_4, inner), tl.where(better, scale_4, scale)
-            chosen = ()
-            for i in tl.static_range(B):
-                chosen = chosen + (tl.where(better, c_4[i], c[i]),)
-            c = chosen
+            inv = tl.where(better, inv_4, inv)
+        c = _codes(v, block * B, inv * factor, at, group, OP, STREAM, SIGNED, B)
         if OP.rounding == "eden":
             inner = _eden(v, block * B, inv * factor, c, inner, at, group, OP, STREAM)
             scale = inner * outer
@@ -934,12 +933,17 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     elif align and row and row.turn:
         rows = triton.cdiv(K, row.turn) * row.turn
 
+    W, W2 = _width(row), _width(col, extra)
+    # 128 registers let two programs of 8 warps share a multiprocessor; codes and scales need more. The two
+    # roundings of rule 4/6 find room in 16 warps, whose threads have half as many values each
+    twice = any(side and side.op and side.op.rule == "4/6" for side in (row, col)) and W == W2 == 16
+    warps, registers = 16 if twice else 8, None if any(packed) else 128
+
     def launch(measure: str):
-        # 128 registers let two programs share a multiprocessor; codes and scales need more
         _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
             halves, M, K, row_to, col_to, extra_to, keep_to, lines, rows, amax, counter, layer,
-            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, W=_width(row), W2=_width(col, extra),
-            FORMATS=FORMATS, num_warps=8, maxnreg=None if any(packed) else 128, enable_fp_fusion=False)
+            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, W=W, W2=W2, FORMATS=FORMATS,
+            num_warps=warps, maxnreg=registers, enable_fp_fusion=False)
 
     both = len(sides) == 2 and not align
     for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):
@@ -952,9 +956,9 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
 
 
 def _width(*sides: Side | None) -> int:
-    """ Values in a strip: a whole block of each side, and a whole rotation if it is not too wide. """
+    """ Values in a strip: a whole block of each side, and a whole rotation if it is not beyond WIDEST. """
     blocks = [side.op.block[1] for side in sides if side and side.op and side.op.scale != "none"]
-    return max([16] + blocks + [min(side.turn, WIDEST) for side in sides if side])
+    return max([16] + blocks + [side.turn for side in sides if side and side.turn <= WIDEST])
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -1096,7 +1100,7 @@ def turn_back(x: Tensor, trust: Tensor | None, side: Side, K: int, turned: bool,
     M, n = x.shape[0], side.turn
     out = x.new_empty(M, K)
     if M and K:
-        length, W = triton.cdiv(K, n) * n, max(16, min(n, WIDEST))
+        length, W = triton.cdiv(K, n) * n, n if 16 < n <= WIDEST else 16
         _turn_back_kernel[(triton.cdiv(M, 64), triton.cdiv(length, TILE))](
             x, trust, out, M, K, length, counter, 0, n=n, STREAM=side.signs, TURNED=turned, W=W, num_warps=4,
             enable_fp_fusion=False)
