@@ -268,6 +268,18 @@ def test_outlier_columns(K, dtype):
         check_pair(x, row_side(NEAREST), col_side(STOCHASTIC, 16), align, channels=channels)
 
 
+def test_a_grid_that_somebody_adds(monkeypatch):
+    """ Catches: a kernel that knows the grids by name, or takes one for another of as many bits. """
+    monkeypatch.setitem(quant.GRIDS, "e3m0", quant.Grid(emin=-2, mbits=0, max=16.0))
+    monkeypatch.setattr(quant, "NIBBLES", (*quant.NIBBLES, "e3m0"))
+    monkeypatch.setattr(kernels, "FORMATS", str(quant.GRIDS))
+    row, col = row_side(replace(SCALED, grid="e3m0")), col_side(sr(grid="e3m0"))
+    check_pair(matrix(40, 40), row, col, True)
+    out = room(torch.empty(0, device=DEVICE), 40, 40, row)
+    round_pair(matrix(40, 40).to(DEVICE), row, None, out[1], None, COUNTER.state.to(DEVICE), LAYER)
+    check_codes(out[0], 40, 40, matrix(40, 40), row)
+
+
 @triton.jit
 def _sums_kernel(x_ptr, strip_ptr, square_ptr):
     x = tl.load(x_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
