@@ -44,8 +44,8 @@ from config import CHOICES, Config, ConfigError, parse
 from data import Parser
 from eval import autocast, build, commit, pick_device
 from osci import OsciReset
-from quant import (DW_SIGNS, DX_SIGNS, TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, pack,
-                   quantize, random_signs, uniform)
+from quant import (FIXED_SIGNS, TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, pack,
+                   quantize, random_signs, trust_mask, uniform)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from roofline import GPUS, METHODS, OUTLIER_SHARE, PAPER, layer_shapes, roofline
 
@@ -305,17 +305,24 @@ KERNEL_SHAPES = {"70m qkv": (32768, 512, 1536), "70m down": (32768, 1024, 512),
                  "d4096": (32768, 4096, 4096)}
 
 
-def fused_cases(device: torch.device, name: str, T: int, K: int, N: int) -> list[Case]:
-    """ The three kernels of tetrajet_base for one linear: X and W with what is kept of them, and dY. """
-    from kernels import Out, Side, round_pair
-    counter = Counter(1, device=device).state
+def fused_cases(device: torch.device, name: str, T: int, K: int, N: int, recipe: str) -> list[Case]:
+    """ The three kernels of a linear without outlier channels: X and W with what is kept of them, and dY. """
+    from fused import side_of, values
+    from kernels import round_pair
+    r, counter = RECIPES[recipe], Counter(1, device=device).state
     generator = torch.Generator(device).manual_seed(0)
 
-    def case(kernel: str, M: int, K: int, dtype: torch.dtype, row: Side, col: Side, align: bool) -> Case:
+    def case(kernel: str, M: int, K: int, dtype: torch.dtype, q_row: int, q_col: int, align: bool) -> Case:
+        row, col = side_of(r, q_row), side_of(r, q_col)
         kept = torch.bfloat16 if device.type == "cuda" else torch.float32      # no bf16 in the interpreter
         x = torch.randn(M, K, generator=generator, device=device).to(dtype if device.type == "cuda" else kept)
-        a, at = (torch.empty(shape, dtype=kept, device=device) for shape in ((M, K), (K, M)))
-        outs = Out(a, None, None, K), Out(at, None, None, M)
+        outs = values(x.to(kept), M, K, row), values(x.to(kept), K, M, col)
+        (a, at), trust = (out.data for out in outs), None
+        if r.trust and q_row < 3:
+            trust = torch.empty(a.shape, dtype=torch.uint8, device=device)
+            outs = outs[0]._replace(trust=trust), outs[1]
+        # a scale for the whole tensor needs all of it, else some rows and columns are enough
+        n = max(M, K) if TENSOR in (row.op.outer, col.op.outer) else 128
 
         def call():
             round_pair(x, row, col, *outs, counter, 2, align=align)
@@ -324,31 +331,38 @@ def fused_cases(device: torch.device, name: str, T: int, K: int, N: int) -> list
             for out in (a, at):
                 out.fill_(torch.nan)
             call()
-            wanted = rounded_side(x[:128].float(), row, counter, 2)
-            first = x[:, :128].float()
+            wanted = rounded_side(x[:n].float(), row, counter, 2)
+            first = x[:, :n].float()
             start = rounded_side(first, row, counter, 2, columns=K) if align else first
             also = rounded_side(start.t().contiguous(), col, counter, 2)
-            need(torch.equal(a[:128], wanted.to(kept)) and torch.equal(at[:128], also.to(kept)),
-                 f"{kernel} of {M}x{K} differs from the reference")
+            need(torch.equal(a[:n], wanted.to(kept)) and torch.equal(at[:n], also.to(kept)),
+                 f"{recipe}, {kernel} of {M}x{K} differs from the reference")
             need(bool(a.isfinite().all() and at.isfinite().all()), f"{kernel} of {M}x{K} leaves holes")
-            turned = hadamard(x[:128], random_signs(row.turn, counter, 2, row.signs)) if row.turn else x[:128]
-            return effective_bits(turned.float(), a[:128].float())
-        moved = M * K * (x.element_size() + 2 * a.element_size())
-        return Case(f"{name}: {kernel}", (M, K), call, moved, check)
+            if trust is not None:
+                need(torch.equal(trust[:n] == 1, trust_mask(turned(x[:n].float(), row, counter, 2), row.op)),
+                     f"{recipe}, the trust mask of {kernel} of {M}x{K} differs from the reference")
+            return effective_bits(turned(x[:128].float(), row, counter, 2), a[:128].float())
+        moved = M * K * (x.element_size() + 2 * a.element_size() + (0 if trust is None else 1))
+        return Case(f"{name}: {recipe}, {kernel}", (M, K), call, moved, check)
 
-    q1, q3 = Side(NEAREST), Side(STOCHASTIC, 16, 3, DX_SIGNS)
-    q4, q5, q6 = (Side(STOCHASTIC, 16, n, signs)
-                  for n, signs in ((4, DX_SIGNS), (5, DW_SIGNS), (6, DW_SIGNS)))
-    return [case("X, Q1 and Q6", T, K, torch.bfloat16, q1, q6, True),
-            case("W, Q2 and Q4", N, K, torch.float32, q1, q4, True),
-            case("dY, Q3 and Q5", T, N, torch.bfloat16, q3, q5, False)]
+    return [case("X, Q1 and Q6", T, K, torch.bfloat16, 1, 6, r.align),
+            case("W, Q2 and Q4", N, K, torch.float32, 2, 4, r.align),
+            case("dY, Q3 and Q5", T, N, torch.bfloat16, 3, 5, False)]
+
+
+def turned(x: Tensor, side, counter: Tensor, layer: int) -> Tensor:
+    """ x rotated as this side of a matrix is. """
+    if not side.turn:
+        return x
+    if side.signs == FIXED_SIGNS:
+        counter, layer = counter * torch.tensor([1, 0, 0, 0], device=counter.device), 0
+    signs = random_signs(side.turn, counter, layer, side.signs)
+    return hadamard(x, signs if side.signs else torch.ones_like(signs))
 
 
 def rounded_side(x: Tensor, side, counter: Tensor, layer: int, columns: int | None = None) -> Tensor:
     """ What the reference makes of one orientation; x may be the first columns of a row of `columns`. """
-    if side.turn:
-        x = hadamard(x, random_signs(side.turn, counter, layer, side.signs))
-    noise = None
+    x, noise = turned(x, side, counter, layer), None
     if side.op.stochastic:
         noise = uniform((x.shape[0], columns or x.shape[1]), counter, layer, side.noise)[:, : x.shape[1]]
     return fake_quantize(x, side.op, noise)
@@ -439,8 +453,8 @@ def bench_kernels(args: argparse.Namespace):
         # made one shape at a time, or all tensors would be there at once
         makers = [lambda: reference_cases(device, 32768, 1024)]
         if "emulate" in backends_here(device):
-            makers = [lambda name=name, shape=shape: fused_cases(device, name, *shape)
-                      for name, shape in KERNEL_SHAPES.items()] + makers
+            makers = [lambda name=name, shape=shape, recipe=recipe: fused_cases(device, name, *shape, recipe)
+                      for recipe in args.recipes for name, shape in KERNEL_SHAPES.items()] + makers
         report.say(kernel_table((case for maker in makers for case in maker()), report, clock, args.n, copy))
         if "emulate" in backends_here(device):
             report.say(gemm_table(gemm_cases(device, 8192), report, clock, args.n))
@@ -847,7 +861,9 @@ def read_args(argv: list[str]) -> argparse.Namespace:
                        default=[1024, 2048, 4096, 8192, 16384], help="widths (1024,2048,4096,8192,16384)")
     model.add_argument("--ff", type=float, default=2.0,
                        help="d_ff over d_model (2, as in the paper's code; 4 in its 370M)")
-    command("kernels", bench_kernels, "each kernel: GB/s, next to a copy")
+    kernels = command("kernels", bench_kernels, "each kernel: GB/s, next to a copy")
+    kernels.add_argument("--recipes", type=listed("rounding recipe", [r for r in RECIPES if r != "bf16"]),
+                         default=["tetrajet_base"], help="whose rounding kernels (tetrajet_base)")
     linear = command("linear", bench_linear, "one linear, by shape")
     linear.add_argument("--shapes", type=read_shapes, help="TxKxN,... (squares from 1024 to 16384)")
     step = command("step", bench_step, "a whole training step")

@@ -421,3 +421,27 @@ def test_back_ends_are_those_of_the_program(monkeypatch):
         assert bench.has_fp8(torch.device("cuda")) == (capability >= (8, 9))
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     assert bench.backends_here(torch.device("cuda")) == ["reference"]
+
+
+@pytest.mark.parametrize("recipe, spoilt", [("quartet", "data"), ("quartet", "trust"), ("nvidia", "data")])
+def test_a_wrong_rounding_kernel_is_not_timed(recipe, spoilt, monkeypatch):
+    """
+    Catches: a check that looks at no value, or that rounds by another recipe than the kernel did; the trust
+    mask unchecked.
+    """
+    pytest.importorskip("triton")
+    import kernels
+    real, spoil = kernels.round_pair, False
+
+    def round_pair(x, row, col, row_out, *others, **more):
+        real(x, row, col, row_out, *others, **more)
+        if spoil and getattr(row_out, spoilt) is not None:
+            getattr(row_out, spoilt)[5, 7] = 2
+    monkeypatch.setattr(kernels, "round_pair", round_pair)
+    for spoil in (False, True):
+        for case in bench.fused_cases(CPU, "small", 128, 128, 128, recipe)[: 2 if spoilt == "data" else 1]:
+            if spoil:
+                with pytest.raises(bench.CheckFailed, match=f"{recipe}, .* differs from the reference"):
+                    case.check()
+            else:
+                assert 2 < case.check() < 4
