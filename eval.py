@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from config import Config, ConfigError
+from config import CHOICES, KINDS, LINEARS, Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
 from parallel import ALONE, Ranks
@@ -167,9 +168,69 @@ def recipe_of(cfg: Config) -> Recipe:
         raise ConfigError(f"recipe {cfg.recipe} with {flags}: {error}; leave such a flag out, or type "
                           "another --recipe") from None
     if cfg.outlier_frac and any(recipe.operands) and recipe.outlier is None:
+        turned = any(op and op.hadamard for op in (recipe.y_x, recipe.y_w))
+        cure = "a recipe that has one, such as --recipe=tetrajet_full" if turned else "--outlier_format=mxfp8"
         raise ConfigError(f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, "
-                          "or a recipe that has one, such as --recipe=tetrajet_full")
+                          f"or {cure}")
     return recipe
+
+
+# the knobs that say which operands of which layers are rounded how
+ROUNDING = ("quantizers", "keep", "keep_last", *CHANGES)
+# knobs that some values of osci alone look at
+OSCI_KNOBS = {"osci_track": ("topk",), "osci_decay": ("qema",), "osci_threshold": ("freeze",),
+              "osci_strength": ("dampen",), "osci_tau": set(CHOICES["osci"]) - {"off", "edge"}}
+
+
+def rounding(cfg: Config) -> list[Recipe]:
+    """ The recipe of each linear, without what its layer does not look at: equal ones round alike. """
+    recipe = recipe_of(replace(cfg, outlier_frac=0.0))
+    plain = {f.name: replace(op, block=(1, 1))      # an outer scale alone has no use for blocks
+             for f, op in zip(fields(recipe), recipe.operands) if op and op.scale == "none"}
+    from_forward = recipe.y_w and recipe.dx_w or recipe.y_x and recipe.dw_x
+    recipe = replace(recipe, **plain, align=recipe.align and bool(from_forward),
+                     outlier=recipe.outlier if cfg.outlier_frac and any(recipe.operands) else None)
+    return [Recipe(align=False) if is_kept(cfg, f"blocks.{block}.{kind}") else recipe
+            for block in range(cfg.n_layer) for kind in LINEARS]
+
+
+def idle(cfg: Config, ranks: Ranks = ALONE) -> list[str]:
+    """
+    The knobs that are not at their defaults and change nothing in this run, a line for each reason. Config
+    files set such knobs for good reasons; a flag that does nothing would pass for an ablation.
+    """
+    ours = rounding(cfg)
+    rounds = any(any(recipe.operands) for recipe in ours)
+
+    def same_without(knob: str) -> bool:
+        try:
+            return rounding(replace(cfg, **{knob: getattr(Config, knob)})) == ours
+        except ConfigError:     # it makes another knob fit
+            return False
+
+    def reason(knob: str) -> str:
+        outlier, osci = knob.startswith("outlier_"), knob.startswith("osci")
+        if knob == "parallel" and ranks.world == 1:
+            return "one process trains alone"
+        if knob in ROUNDING and not (outlier and not cfg.outlier_frac) and not same_without(knob):
+            return ""
+        if not rounds and (knob in (*ROUNDING, "bf16_forward", "backend") or outlier or osci):
+            return f"recipe {cfg.recipe} rounds nothing here"
+        if outlier and not cfg.outlier_frac:
+            return "outlier_frac = 0"
+        if osci and (cfg.osci == "off" or cfg.osci not in OSCI_KNOBS.get(knob, CHOICES["osci"])):
+            return f"osci = {cfg.osci!r}"
+        if knob == "bf16_forward" and not any(recipe.y_x or recipe.y_w for recipe in ours):
+            return "no forward pass is rounded"
+        return "rounding is the same without" if knob in ROUNDING else ""
+
+    why = {}
+    for knob in KINDS:
+        value = getattr(cfg, knob)
+        if value != getattr(Config, knob) and (because := reason(knob)):
+            shown = f"{value:.4g}" if isinstance(value, float) else repr(value)
+            why.setdefault(because, []).append(f"{knob} = {shown}")
+    return [f"without effect: {', '.join(knobs)} ({because})" for because, knobs in why.items()]
 
 
 def build(cfg: Config, corpus_vocab: int, device: torch.device,

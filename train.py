@@ -33,7 +33,7 @@ import torch
 from config import EMA_WARMUP, FREE, Config, ConfigError, load
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, checkpoints, commit, first_line,
-                  late_switch, newest_checkpoint, pick_device, recipe_of, sample, val_losses)
+                  idle, late_switch, newest_checkpoint, pick_device, recipe_of, sample, val_losses)
 from osci import OsciReset, Report
 from outliers import OutControl
 from parallel import ALONE, Ranks, launched, leave, lost, one_voice, speaks, start
@@ -622,8 +622,8 @@ def introduce(run: Run, trainer: Trainer, entropy: float):
                 f"{cfg.batch_tokens // cfg.seq_len // ranks.world} sequences each in a step")
     if trainer.rounds:
         run.say(SPEED[trainer.backend])
-    elif cfg.osci != "off" or cfg.outlier_frac:
-        run.say(f"recipe {cfg.recipe} rounds nothing here, so osci and outlier_frac have no effect")
+    for line in idle(cfg, ranks):
+        run.say(line)
     if trainer.rounds and cfg.outlier_frac and not trainer.outliers.layers:
         run.say(f"outlier_frac = {cfg.outlier_frac} is less than half a channel in every layer: "
                 "none is kept out of FP4")
@@ -662,6 +662,7 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         if ranks.first:
             print(json.dumps(cfg.to_dict(), indent=1))
             print(layer_table(trainer.layers, cfg))
+            print("".join(f"{line}\n" for line in idle(cfg, ranks)), end="")
         return
     with ranks.together():
         next(trainer.micro_batches())

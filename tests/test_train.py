@@ -572,7 +572,8 @@ def test_a_knob_added_since_does_not_end_old_runs(go):
 
 @pytest.mark.parametrize("flags, says", [
     (["--recipe=tetrajet_ful"], "did you mean tetrajet_full"),
-    (["--recipe=tetrajet_base", "--outlier_frac=0.1"], "--recipe=tetrajet_full"),
+    (["--recipe=tetrajet_base", "--outlier_frac=0.1"], "--outlier_format=mxfp8"),
+    (["--recipe=quartet", "--outlier_frac=0.1"], "--recipe=tetrajet_full"),
     (["--recipe=tetrajet_base", "--osci=full", "--quantizers=1,3"], "add 2 to --quantizers"),
     (["--vocab_size=100"], "--vocab_size=0"),
     (["--vocab_size=1_048_576", "--d_model=1_048_576"], "out of memory"),
@@ -722,6 +723,43 @@ def test_what_cannot_act_is_said(go):
     _, printed = go("r", "--recipe=tetrajet_full", "--steps=2", "--outlier_frac=0.001",
                     "--eval_tokens=100_000")
     assert "none is kept out of FP4" in printed and "fewer than eval_tokens = 100,000" in printed
+
+
+@pytest.mark.parametrize("recipe, flag, others", [
+    ("bf16", "--keep_last=1", []), ("bf16", "--rotate=dx", []), ("bf16", "--bf16_forward=0.5", []),
+    ("bf16", "--osci_tau=3", ["--osci=full"]), ("nvfp4", "--rotate_size=16", []),
+    ("nvfp4", "--rotate_size=64", ["--rotate=dx"]), ("nvfp4", "--rotate=none", []),
+    ("nvfp4", "--align=true", ["--quantizers=1,4"]), ("nvfp4", "--align=true", []),
+    ("nvfp4", "--outlier_format=bf16", []),
+    ("tetrajet_full", "--outlier_format=bf16", ["--outlier_frac=0.1"]),
+    ("nvfp4", "--bf16_forward=0.5", ["--quantizers=3"]), ("nvfp4", "--bf16_forward=0.5", []),
+    ("nvfp4", "--backward=sr", ["--quantizers=1,2"]), ("nvfp4", "--backward=sr", []),
+    ("nvfp4", "--block_x=1x8", ["--quantizers=2"]), ("nvfp4", "--block_x=1x8", []),
+    ("fp8", "--block_w=1x16", []), ("mxfp4", "--block_w=1x32", []), ("nvidia", "--block_w=1x16", []),
+    ("tetrajet_base", "--scale_rule=up", []), ("tetrajet_base", "--scale_rule=nearest", []),
+    ("tetrajet_base", "--keep=mlp.up", ["--keep_last=1"]), ("tetrajet_base", "--keep=mlp.up", []),
+    ("tetrajet_full", "--outlier_choice=random", []),
+    ("tetrajet_full", "--outlier_choice=random", ["--outlier_frac=0.1"]),
+    ("tetrajet_full", "--osci_tau=1", ["--osci=edge"]), ("tetrajet_full", "--osci_tau=1", ["--osci=full"]),
+    ("tetrajet_full", "--osci_track=1", ["--osci=full"]),
+    ("tetrajet_full", "--osci_track=1", ["--osci=topk"]),
+    ("tetrajet_full", "--osci_start=0", []), ("tetrajet_full", "--osci_start=0", ["--osci=edge"]),
+    ("tetrajet_full", "--osci_decay=0.5", ["--osci=full"]),
+    ("tetrajet_full", "--osci_strength=1", ["--osci=watch"]),
+    ("tetrajet_full", "--osci_strength=1", ["--osci=dampen"]), ("bf16", "--parallel=fsdp", []),
+])
+def test_a_flag_acts_or_the_run_says_that_it_does_not(go, recipe, flag, others):
+    """ Catches: an ablation that is none, and a flag said to be without effect that has one. """
+    flags = [f"--recipe={recipe}", "--steps=10", "--outlier_start=0.2", "--outlier_window=0.2",
+             "--osci_start=0.4", "--osci_period=0.4", "--osci_window=0.2", "--osci_tau=16", *others]
+    flags = [given for given in flags if given.split("=")[0] != flag.split("=")[0]]
+    without, _ = go("without", *flags)
+    folder, printed = go("with", *flags, flag)
+    said = [line for line in printed.splitlines() if line.startswith("without effect: ")]
+    idle = any(f"{flag[2:].split('=')[0]} = " in line for line in said)
+    a, b = last_state(without)["model"], last_state(folder)["model"]
+    same = all(torch.equal(a[key], b[key]) for key in a)
+    assert idle == (same and rows(without)[-1]["val_loss_fp4"] == rows(folder)[-1]["val_loss_fp4"]), said
 
 
 def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
