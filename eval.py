@@ -26,11 +26,12 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from functools import lru_cache
 from pathlib import Path
+from typing import Iterator
 
 import torch
 from torch import nn
 
-from config import CHOICES, KINDS, LINEARS, Config, ConfigError
+from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
 from parallel import ALONE, Ranks
@@ -220,6 +221,8 @@ def idle(cfg: Config, ranks: Ranks = ALONE) -> list[str]:
             return "outlier_frac = 0"
         if osci and (cfg.osci == "off" or cfg.osci not in OSCI_KNOBS.get(knob, CHOICES["osci"])):
             return f"osci = {cfg.osci!r}"
+        if knob == "stop_at" and cfg.stop_at >= cfg.steps:
+            return f"steps = {cfg.steps}"
         if knob == "bf16_forward" and not any(recipe.y_x or recipe.y_w for recipe in ours):
             return "no forward pass is rounded"
         return "rounding is the same without" if knob in ROUNDING else ""
@@ -318,7 +321,24 @@ def read_checkpoint(path: Path) -> dict:
         wrong += [name for name, t in state["model"].items() if not isinstance(t, torch.Tensor)]
     if wrong:
         raise CheckpointError(f"{path} is no checkpoint of this program: it has no good {wrong[0]}")
+    # train.py saves no NaN, and to go on from one would waste the run
+    for part in ("model", "optimizer"):
+        try:
+            finite = all(t.isfinite().all() for t in tensors(state[part]))
+        except RuntimeError as error:       # a sparse tensor, or one without memory
+            raise CheckpointError(f"{path} has no good {part}: {first_line(error)}") from None
+        if not finite:
+            raise CheckpointError(f"{path} has a NaN or an Inf in its {part}")
     return state
+
+
+def tensors(tree) -> Iterator[torch.Tensor]:
+    """ The tensors in dicts, lists and tuples. """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors(value)
 
 
 def newest_checkpoint(folder: Path, say=print) -> tuple[Path, dict] | None:
@@ -444,8 +464,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="of the weights that --export=hf writes (float32)")
     args = parser.parse_args(argv)
-    if args.tokens < 1 or args.top_k < 0 or not 0 <= args.seed < 2**63:
-        parser.error("--tokens is at least 1, --top_k at least 0, --seed from 0 to 2**63 - 1")
+    if not 1 <= args.tokens <= MOST["sample_tokens"]:
+        parser.error(f"--tokens is from 1 to {MOST['sample_tokens']}")
+    if args.top_k < 0 or not 0 <= args.seed < 2**63:
+        parser.error("--top_k is at least 0, --seed from 0 to 2**63 - 1")
     if args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3:
         parser.error("--temperature is 0, or from 0.001 to 1000")
     if bool(args.export) != bool(args.to and args.to.name):

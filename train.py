@@ -126,6 +126,9 @@ class Run:
         if differ:
             raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
                               "--overwrite to delete that run")
+        if state["step"] > cfg.steps:
+            raise ConfigError(f"{self.folder} is at step {state['step']}, beyond the last one of steps = "
+                              f"{cfg.steps}; type --name=ANOTHER, or --overwrite to delete that run")
         # killed during its last evaluation, a run has the last checkpoint and lacks the row: so that is done
         if state["step"] >= cfg.steps and self._has_row(cfg.steps):
             raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, "

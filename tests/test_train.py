@@ -353,6 +353,16 @@ def test_a_torn_checkpoint_is_skipped(go):
     assert_same(learned(last_state(straight)), learned(last_state(torn)))
 
 
+def test_a_checkpoint_with_a_nan_is_skipped(go):
+    """ Catches: a damaged checkpoint that is resumed, fails, and is named as the one to continue from. """
+    folder, _ = go("r", "--recipe=bf16", "--save_every=5", "--stop_at=10")
+    state = read_checkpoint(folder / "ckpt_000000010.pt")
+    state["model"]["head.weight"][3, 5] = torch.nan
+    torch.save(state, folder / "ckpt_000000010.pt")
+    _, printed = go("r", "--recipe=bf16", "--save_every=5")
+    assert "ckpt_000000010.pt has a NaN" in printed and "ckpt_000000005.pt, step 5" in printed
+
+
 def test_a_run_whose_checkpoints_are_all_torn_is_not_overwritten(go, capsys):
     folder, _ = go("r", "--stop_at=5", "--recipe=bf16")
     before = (folder / "metrics.csv").read_bytes()
@@ -513,6 +523,12 @@ CRAFTED = {
     "optimizer is empty": put(optimizer={}), "no moments": inside("optimizer", state={}),
     "no groups": inside("optimizer", param_groups=[]),
     "moment of another shape": lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.ones(3)),
+    "nan weight": inside("model", head__weight=torch.full((384, 48), torch.nan)),
+    "sparse weight": inside("model", head__weight=torch.ones(384, 48).to_sparse()),
+    "weight without memory": inside("model", head__weight=torch.ones(384, 48, device="meta")),
+    "inf moment": lambda state: state["optimizer"]["state"][0]["exp_avg_sq"].fill_(torch.inf),
+    "nan count": lambda state: state["optimizer"]["state"][0].update(step=torch.tensor(torch.nan)),
+    "step beyond the last": put(step=21),
     "osci is text": put(osci="x"), "osci is missing": put(osci=None),
     "osci of another layer": inside("osci", windows={"zz": {}}),
     "norms of another layer": put(outliers={"norms": {"zz": torch.ones(3)}}),
@@ -580,7 +596,9 @@ def test_a_knob_added_since_does_not_end_old_runs(go):
     (["--data=nowhere"], "nowhere"),
     (["--seq_len=100000", "--batch_tokens=100000", "--eval_tokens=100000"], "tokens"),
     (["--device=cuda"], "--device=auto"),
-    (["--lr=fast"], "lr wants a number"),
+    (["--lr=fast"], "lr wants a number"), (["--adam_eps=1e-99"], "from 1e-30 on"),
+    (["--rope_theta=0.5"], "from 1 on"), (["--lr=1", "--weight_decay=1"], "smaller weight_decay"),
+    (["--sample_tokens=100_000"], "up to 65_536"),
     (["configs/none.py"], "configs/none.py"),
 ])
 def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
@@ -747,6 +765,7 @@ def test_what_cannot_act_is_said(go):
     ("tetrajet_full", "--osci_decay=0.5", ["--osci=full"]),
     ("tetrajet_full", "--osci_strength=1", ["--osci=watch"]),
     ("tetrajet_full", "--osci_strength=1", ["--osci=dampen"]), ("bf16", "--parallel=fsdp", []),
+    ("bf16", "--stop_at=11", []), ("bf16", "--stop_at=9", []),
 ])
 def test_a_flag_acts_or_the_run_says_that_it_does_not(go, recipe, flag, others):
     """ Catches: an ablation that is none, and a flag said to be without effect that has one. """
