@@ -484,7 +484,11 @@ def main(argv: list[str]):
         args = parse(argv)
         model, cfg, corpus, step = load_checkpoint(args.run, args.device, args.data)
         if args.prompt is not None:
-            print(sample(model, corpus, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
+            try:
+                print(sample(model, corpus, args.prompt, args.tokens, args.temperature, args.top_k,
+                             args.seed))
+            except FloatingPointError as error:
+                raise CheckpointError(f"{error}, as its loss will tell; take another run") from None
             return
         if args.export:
             from hf import export

@@ -440,6 +440,11 @@ class Trainer:
         return {"train_loss": ce_total / cfg.batch_tokens, "z_loss": z_total / cfg.batch_tokens,
                 "grad_norm": norm, "outliers": outliers, "osci": self.over_ranks(osci)}
 
+    def finite(self) -> bool:
+        """ Whether every weight is, after the last update; the loss before it cannot tell. """
+        good = [own_rows(p.detach()).isfinite().all() for p in self.model.parameters()]
+        return not self.ranks.any(not torch.stack(good).all())
+
     def over_ranks(self, osci: Report | None) -> Report | None:
         """ A report whose rows lie on several ranks, added up. """
         if osci is None or not self.ranks.sharded:
@@ -538,7 +543,9 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
 
         # once in a while, and at the end: validation loss, with the recipe's forward and without rounding
         if last or (due(cfg.eval_every, step) and step > 0):
-            row |= val_losses(model, corpus, cfg, trainer.ranks)
+            row |= (losses := val_losses(model, corpus, cfg, trainer.ranks))
+            if not all(map(math.isfinite, losses.values())):
+                raise not_finite(run, trainer, step)
             run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
                     f"{row['val_loss_bf16']:.4f} (no rounding)")
         if last or stop:
@@ -554,7 +561,7 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
                  or due(cfg.save_every, coming))
         # bool(bad) waits for the device: before a number is shown, and before the clock stops for something
         # else. Nothing that is not finite is ever evaluated or saved
-        if (log or pause) and bool(bad):
+        if (log or pause) and bool(bad) or pause and not trainer.finite():
             raise not_finite(run, trainer, step)
         trainer.seconds += time.time() - start
         trained += time.time() - start
@@ -589,8 +596,11 @@ def summary(run: Run, trainer: Trainer, row: dict):
         if trainer.ranks.any(bool(problem)):
             run.say(f"no sample: {problem or 'another rank has no vocabulary'}")
         else:
-            text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
-            run.say(f"\na sample, with the recipe's forward:\n{text}\n")
+            try:
+                text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
+                run.say(f"\na sample, with the recipe's forward:\n{text}\n")
+            except FloatingPointError as error:
+                run.say(f"no sample: {error}")
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _peak_rss()
     trained = trainer.step * trainer.cfg.batch_tokens
     values = {

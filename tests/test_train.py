@@ -431,6 +431,34 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(go, capsys):
             and err.count("\n") == 1)
 
 
+def test_a_last_update_that_ends_in_nan_is_no_result(go, capsys, monkeypatch):
+    """ Catches: code 0, a row in metrics.csv and a checkpoint of weights that no later loss has seen. """
+    good = train.Trainer.train_step
+
+    def poison(self):
+        seen = good(self)
+        if self.step == 20:
+            with torch.no_grad():
+                self.layers["blocks.0.mlp.up"].weight[3, 5] = torch.nan
+        return seen
+    monkeypatch.setattr(train.Trainer, "train_step", poison)
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=bf16", "--save_every=10")
+    err = capsys.readouterr().err
+    assert error.value.code == 1 and "blocks.0.mlp.up.weight" in err and "ckpt_000000010.pt" in err
+
+
+@pytest.mark.parametrize("flags", [["--eval_every=5"], []])
+def test_a_validation_loss_that_is_not_finite_ends_the_run(go, capsys, monkeypatch, flags):
+    """ Catches: code 0 for a run without a result, and the same run again called finished. """
+    monkeypatch.setattr(train, "val_losses", lambda *_: {"val_loss_fp4": torch.nan, "val_loss_bf16": 1.0})
+    for _ in range(2):
+        with pytest.raises(SystemExit) as error:
+            go("r", "--recipe=bf16", *flags)
+        err = capsys.readouterr().err
+        assert error.value.code == 1 and "loss is not finite" in err and err.count("\n") == 1
+
+
 def test_files_that_look_like_checkpoints_cost_nothing(go):
     """
     Catches: pruning by name. A copy that the user made, a torn file with a higher number, a link or a folder
