@@ -712,7 +712,9 @@ def _decoded(path: Path, read):
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:
                 number += e.object[:e.start].count(b"\n")
-                raise DataError(f"{path}:{number}: not UTF-8; convert it: iconv -f LATIN1 -t UTF-8") from None
+                # what Windows calls Unicode begins with one of these marks
+                like = "UTF-16" if e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+                raise DataError(f"{path}:{number}: not UTF-8; convert it: iconv -f {like} -t UTF-8") from None
             if text:
                 yield number, text
             if not block:
