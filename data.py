@@ -766,7 +766,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (DataError, OSError) as e:
         _progress("")
-        _complain(str(e))
+        # a full disk names no file
+        _complain(str(e) if isinstance(e, DataError) else
+                  f"{e.filename or out}: {e.strerror or e}; make room or way for it, or give another --out")
         return 2
     except KeyboardInterrupt:
         print("\nstopped; run the same command again, and a download goes on where it was", file=sys.stderr)

@@ -233,7 +233,9 @@ class Run:
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            reason = error.strerror if isinstance(error, OSError) else first_line(error)
+            # torch.save hides that the disk is full behind a check of its own
+            reason = error.strerror if isinstance(error, OSError) else \
+                "a part of it was not written" if "inline_container" in str(error) else first_line(error)
             self.say(f"error: cannot save {path} ({reason}); free some space. The run goes on, "
                      f"{f'{self.last_good} is kept' if self.last_good else 'nothing is saved yet'}")
             return False

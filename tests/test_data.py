@@ -1002,6 +1002,8 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(data, "write_shard", fail)
         assert exit_code(["text", str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--overwrite",
                           "--encoding=bytes"]) == code
+        told = capsys.readouterr().err
+        assert code != 2 or f"{tmp_path / 'out'}: No space left on device; make room" in told
         assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
 

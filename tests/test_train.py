@@ -405,6 +405,7 @@ def test_a_full_disk_is_reported_and_keeps_the_previous_checkpoint(shards, tmp_p
                           preexec_fn=small_disk)
     assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
     assert full.stdout.count("cannot save") == 2 and "ckpt_000000004.pt is kept" in full.stdout
+    assert "enforce fail" not in full.stdout, "what PyTorch says of a full disk tells a user nothing"
     assert [path.name for path in (tmp_path / "r").glob("ckpt_*")] == ["ckpt_000000004.pt"]
     # with space again, the run goes on from there
     again = subprocess.run(command(shards, tmp_path, *flags), capture_output=True, text=True)
