@@ -147,6 +147,11 @@ def is_kept(cfg: Config, name: str) -> bool:
     return kind in cfg.keep.split(",") or block >= cfg.n_layer - round(cfg.keep_last * cfg.n_layer)
 
 
+def linears(cfg: Config) -> list[str]:
+    """ The names of all linears of the blocks. """
+    return [f"blocks.{block}.{kind}" for block in range(cfg.n_layer) for kind in LINEARS]
+
+
 def late_switch(cfg: Config, layers: dict[str, QuantLinear], step: int) -> bool:
     """ From the step of bf16_forward on, round in backward only; True if that is new. """
     late = cfg.bf16_forward > 0 and step >= cfg.in_steps(cfg.bf16_forward)
@@ -157,7 +162,10 @@ def late_switch(cfg: Config, layers: dict[str, QuantLinear], step: int) -> bool:
 
 
 def recipe_of(cfg: Config) -> Recipe:
-    """ The recipe that cfg names, with the changes that cfg makes. """
+    """
+    The recipe that cfg names, with the changes that cfg makes. ConfigError where these, or outlier channels
+    or osci, do not fit it: what is wrong with a config and takes no data, device or memory to tell.
+    """
     if cfg.recipe not in RECIPES:
         near = difflib.get_close_matches(cfg.recipe, RECIPES, n=1)
         raise ConfigError(f"no recipe is called {cfg.recipe!r}; " +
@@ -173,6 +181,14 @@ def recipe_of(cfg: Config) -> Recipe:
         cure = "a recipe that has one, such as --recipe=tetrajet_full" if turned else "--outlier_format=mxfp8"
         raise ConfigError(f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, "
                           f"or {cure}")
+    rounds = any(recipe.operands) and not all(is_kept(cfg, name) for name in linears(cfg))
+    if cfg.osci != "off" and rounds:
+        if recipe.y_w is None:
+            raise ConfigError(f"osci = {cfg.osci!r} is about weights that Q2 rounds: add 2 to --quantizers, "
+                              "or type --osci=off")
+        if recipe.y_w.grid != "e2m1" or recipe.y_w.hadamard:
+            raise ConfigError(f"osci = {cfg.osci!r} is about weights rounded to E2M1 as they are, and recipe "
+                              f"{cfg.recipe} does not round such: type --osci=off")
     return recipe
 
 
@@ -185,14 +201,13 @@ OSCI_KNOBS = {"osci_track": ("topk",), "osci_decay": ("qema",), "osci_threshold"
 
 def rounding(cfg: Config) -> list[Recipe]:
     """ The recipe of each linear, without what its layer does not look at: equal ones round alike. """
-    recipe = recipe_of(replace(cfg, outlier_frac=0.0))
+    recipe = recipe_of(replace(cfg, outlier_frac=0.0, osci="off"))
     plain = {f.name: replace(op, block=(1, 1))      # an outer scale alone has no use for blocks
              for f, op in zip(fields(recipe), recipe.operands) if op and op.scale == "none"}
     from_forward = recipe.y_w and recipe.dx_w or recipe.y_x and recipe.dw_x
     recipe = replace(recipe, **plain, align=recipe.align and bool(from_forward),
                      outlier=recipe.outlier if cfg.outlier_frac and any(recipe.operands) else None)
-    return [Recipe(align=False) if is_kept(cfg, f"blocks.{block}.{kind}") else recipe
-            for block in range(cfg.n_layer) for kind in LINEARS]
+    return [Recipe(align=False) if is_kept(cfg, name) else recipe for name in linears(cfg)]
 
 
 def idle(cfg: Config, ranks: Ranks = ALONE) -> list[str]:

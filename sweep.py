@@ -106,7 +106,10 @@ def words(text: str) -> list[str]:
 
 
 def read_line(cells: list[str], common: list[str], out: str) -> list[Run]:
-    """ The runs of a line, one for each seed. parse() refuses now what train.py would refuse hours later. """
+    """
+    The runs of a line, one for each seed. parse() and recipe_of() refuse now what train.py would refuse hours
+    later.
+    """
     need(len(cells) == 3, LINE)
     name, own, seeds = cells[0], words(cells[1]), cells[2].split()
     need(FOLDER.fullmatch(name),
@@ -118,7 +121,11 @@ def read_line(cells: list[str], common: list[str], out: str) -> list[Run]:
     given = {arg.split("=")[0] for arg in own if arg.startswith("--")}
     flags = [arg for arg in common if arg.split("=")[0] not in given] + own
     args = [[*flags, f"--out={out}", f"--name={name}-s{seed}", f"--seed={seed}"] for seed in seeds]
-    return [Run(name, seed, flags, a, parse(a)) for seed, a in zip(seeds, args)]
+    runs = [Run(name, seed, flags, a, parse(a)) for seed, a in zip(seeds, args)]
+    if runs[0].cfg.recipe != "bf16":
+        from eval import recipe_of      # only here: PyTorch takes seconds to import
+        recipe_of(runs[0].cfg)
+    return runs
 
 
 def read_list(path: Path) -> list[Run]:

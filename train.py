@@ -332,12 +332,6 @@ class Trainer:
                                    cfg.in_steps(cfg.outlier_log) if cfg.outlier_log else 0)
         self.osci = None
         if cfg.osci != "off" and self.rounds:
-            if recipe.y_w is None:
-                raise ConfigError(f"osci = {cfg.osci!r} is about weights that Q2 rounds: add 2 to "
-                                  "--quantizers, or type --osci=off")
-            if recipe.y_w.grid != "e2m1" or recipe.y_w.hadamard:
-                raise ConfigError(f"osci = {cfg.osci!r} is about weights rounded to E2M1 as they are, and "
-                                  f"recipe {cfg.recipe} does not round such: type --osci=off")
             self.osci = against_oscillation(cfg, rounded)
         self.step = 0
         self.seconds = 0.0

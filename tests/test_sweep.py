@@ -5,6 +5,7 @@ Most tests schedule a fake train.py that lasts milliseconds; one trains with the
 """
 import csv
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from statistics import stdev
 
 import pytest
 
+import config
 import sweep
 from test_train import shards, tiny      # noqa: F401  (a fixture)
 
@@ -163,6 +165,19 @@ def test_a_typo_costs_nothing(place, text, says):
     code, out, err = go(place, text)
     assert code == 2 and says in err and err.count("\n") == 1 and err.startswith("error: "), err
     assert not out and not (place / "out").exists() and not (place / "results").exists()
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--recipe=nvfp5", "did you mean nvfp4"),
+    ("--recipe=quartet --outlier_frac=0.1", "no format for outlier"),
+    ("--recipe=mxfp4 --outer=128", "takes no outer scale"), ("--recipe=fp8 --osci=full", "--osci=off"),
+    ("--recipe=nvfp4 --osci=full --quantizers=1", "add 2 to --quantizers"),
+])
+def test_a_recipe_that_does_not_fit_is_a_typo_too(tmp_path, flags, says):
+    """ Catches: a list that is found out by its last run, when the others have trained for days. """
+    (tmp_path / "list.txt").write_text(f"a | | 1\nb | {flags} | 1")
+    with pytest.raises(config.ConfigError, match=r"list.txt:2: .*" + re.escape(says)):
+        sweep.read_list(tmp_path / "list.txt")
 
 
 @pytest.mark.parametrize("argv, says", [
