@@ -515,6 +515,9 @@ def main(argv: list[str]):
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
+    except OSError as error:        # what was printed went to a full disk
+        print(f"error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 if __name__ == "__main__":

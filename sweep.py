@@ -457,7 +457,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> int:
     """ -> exit code: 0 all done, 1 not all, 2 a mistake of the user's, 128 + the signal that ended it. """
-    sys.stdout.reconfigure(errors="replace")        # a path may hold what the terminal cannot show
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")    # a path may hold what the terminal cannot show
     parser = Parser(prog="sweep.py", description="Train the runs of a list.", allow_abbrev=False)
     parser.add_argument("list", type=Path, help="lines of `name | config files and flags | seeds`")
     parser.add_argument("--jobs", type=int, default=1, help="runs that train at a time (1)")

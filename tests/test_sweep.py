@@ -6,6 +6,7 @@ Most tests schedule a fake train.py that lasts milliseconds; one trains with the
 import csv
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -280,6 +281,15 @@ def test_all_names_train_one_seed_before_any_trains_two(place):
     assert go(place, "a | | 5 2\nb | | 1 2\n")[0] == 0
     assert [name for name, _ in events(place, "begin")] == ["a-s5", "b-s1", "a-s2", "b-s2"]
     assert [row["name"] + row["seed"] for row in rows(place)] == ["a5", "a2", "b1", "b2"]
+
+
+@posix
+def test_a_sweep_that_nobody_listens_to(place):
+    """ Catches: a sweep started by a service without a stdout, which once ended it before its first run. """
+    (place / "list.txt").write_text("a | | 1")
+    done = subprocess.run(f"{shlex.quote(sys.executable)} sweep.py list.txt >&-", shell=True, cwd=place,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and rows(place)[0]["status"] == "done", done.stderr
 
 
 @posix
