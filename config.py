@@ -315,7 +315,7 @@ CHOICES = {
     "osci": ("off", "watch", "full", "topk", "edge", "random", "nearest", "qema", "freeze", "dampen"),
 }
 POSITIVE = """n_layer d_model n_head d_ff seq_len rope_theta norm_eps init_std steps batch_tokens lr decay_end
-              adam_eps osci_tau osci_strength eval_tokens""".split()
+              adam_eps osci_tau osci_track osci_strength eval_tokens""".split()
 FRACTIONS = """keep_last bf16_forward warmup decay_end lr_final outlier_frac outlier_start outlier_window
                outlier_log osci_start osci_period osci_window osci_track osci_decay osci_threshold""".split()
 MOST = {    # a seed fits any counter; what is not listed ends at LARGEST
@@ -427,7 +427,6 @@ def check_phases(cfg: Config):
     """ What must come before what. """
     need(cfg.warmup < cfg.decay_end,
          f"warmup = {cfg.warmup} does not end before decay_end = {cfg.decay_end}: type a smaller warmup")
-    need(cfg.osci != "topk" or cfg.osci_track > 0, "osci_track = 0 tracks nothing: type a number above 0")
     need(cfg.osci_decay < 1, "osci_decay = 1 keeps the first weights for ever: type a number below 1")
     need(cfg.outlier_log == 0 or cfg.outlier_frac > 0,
          f"outlier_log = {cfg.outlier_log} measures anew the channels of outlier_frac = 0: type "

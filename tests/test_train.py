@@ -17,7 +17,7 @@ import torch
 
 import data
 import train
-from config import parse
+from config import CHOICES, KINDS, ConfigError, parse
 from eval import read_checkpoint
 from quant import QuantLinear
 from recipes import RECIPES
@@ -637,6 +637,18 @@ def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
         go("r", *flags)
     err = capsys.readouterr().err
     assert error.value.code == 2 and says in err and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("osci", [osci for osci in CHOICES["osci"] if osci != "off"])
+def test_what_the_config_accepts_its_parts_accept(osci):
+    """ Catches: a value that config.py lets through and a class refuses, with a traceback: osci_track = 0. """
+    for knob in (knob for knob, kind in KINDS.items() if kind is float and knob.startswith("osci_")):
+        for value in ("0", "1e-300", "0.5", "1", "1e15"):
+            try:
+                cfg = parse([f"--osci={osci}", f"--{knob}={value}", "--steps=100"])
+            except ConfigError:
+                continue
+            train.against_oscillation(cfg, {})
 
 
 def test_a_finished_or_different_run_is_not_overwritten(go, capsys):
