@@ -88,7 +88,7 @@ def machine(device: torch.device) -> dict[str, str]:
 def backends_here(device: torch.device) -> list[str]:
     """ The FP4 back ends that this program has and this device can run, of those that config.py knows. """
     on_gpu = device.type == "cuda" and find_spec("triton") is not None
-    there = {"reference": True, "emulate": on_gpu,
+    there = {"reference": True, "emulate": on_gpu, "packed": on_gpu,
              "native": on_gpu and torch.cuda.get_device_capability(device)[0] in (10, 12)}
     return [name for name in there if there[name] and name in CHOICES["backend"]]
 

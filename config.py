@@ -19,6 +19,7 @@ environment: the resolved Config, saved as config.json, says everything about a 
 """
 import ast
 import difflib
+import importlib
 import inspect
 import math
 import operator
@@ -37,7 +38,7 @@ class Config:
     name: str = ""                      # this run's folder under out; "" = config files and seed, bf16-s1
     seed: int = 1                       # decides the first weights, the order of the data, the rounding noise
     device: str = "auto"                # auto | cpu | cuda | mps; auto = cuda where there is one, else cpu
-    backend: str = "auto"               # auto | reference | emulate | native: who rounds and multiplies
+    backend: str = "auto"               # auto | reference | emulate | packed | native: who rounds, and how
     parallel: str = "ddp"               # ddp | fsdp: how torchrun's ranks share the model; fsdp cuts it up
     compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
     recompute: bool = False             # compute blocks again in the backward pass: less memory, more time
@@ -117,6 +118,7 @@ class Config:
     eval_tokens: int = 16384            # validation tokens, the same ones every time
     save_every: int = 150               # steps from one checkpoint to the next
     sample_tokens: int = 200            # tokens of text sampled at the end; 0 = off
+    wandb: bool = False                 # send the rows of metrics.csv to Weights & Biases too
 
     def in_steps(self, fraction: float) -> int:
         """ A fraction of training as a number of steps, at least 1. """
@@ -136,7 +138,7 @@ KINDS = {f.name: f.type for f in fields(Config)}
 # knobs that may differ when a run is continued: they change what is written, where it runs or which noise
 # is drawn, not what is computed in the mean
 FREE = ("device", "backend", "parallel", "compile", "recompute", "overwrite", "stop_at", "dry_run", "out",
-        "name", "micro_batch", "log_every", "eval_every", "save_every", "sample_tokens")
+        "name", "micro_batch", "log_every", "eval_every", "save_every", "sample_tokens", "wandb")
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 'text, such as "auto"'}
 
 
@@ -148,6 +150,22 @@ def short(text: str) -> str:
     """ The start of a text that may be long, on one line. """
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:56] + " ..."
+
+
+def package(name: str):
+    """ An optional package; ConfigError, with what to type, where it is not installed. """
+    top = name.split(".")[0]
+    problem, cure = "is not installed", f"pip install {top}"
+    try:
+        module = importlib.import_module(name)
+        # a folder of that name in the current one, such as wandb leaves its files in, can be imported too
+        if module.__file__:
+            return module
+    except ModuleNotFoundError:
+        pass
+    except Exception as error:      # anything, of a package whose parts do not fit each other
+        problem, cure = f"cannot be imported ({type(error).__name__})", f"pip install -U {top}"
+    raise ConfigError(f"this needs the package {top}, which {problem}: type {cure}")
 
 
 def fit(name: str, value):
@@ -206,11 +224,23 @@ def shown(node: ast.AST) -> str:
     return short(ast.unparse(node))
 
 
+FILE_LIMIT = 1 << 20    # bytes: a longer file is something else, such as a shard, perhaps larger than memory
+
+
+def typed(path: str | Path) -> bytes:
+    """ The bytes of a file that somebody wrote by hand. ConfigError, without the path, if it is too long. """
+    with open(path, "rb") as file:
+        content = file.read(FILE_LIMIT + 1)
+    if len(content) > FILE_LIMIT:
+        raise ConfigError("longer than a megabyte, so this is another kind of file")
+    return content
+
+
 def read_file(path: str) -> dict:
     """ The assignments of one config file. """
     values, line = {}, 1
     try:
-        for node in ast.parse(Path(path).read_bytes()).body:
+        for node in ast.parse(typed(path)).body:
             line = node.lineno
             match node:
                 case ast.Expr(value=ast.Constant(value=str())):
@@ -303,7 +333,7 @@ def help_text() -> str:
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
-    "backend": ("auto", "reference", "emulate", "native"),
+    "backend": ("auto", "reference", "emulate", "packed", "native"),
     "parallel": ("ddp", "fsdp"),
     "schedule": ("cosine", "linear"),
     "scale_rule": ("", "nearest", "up", "17/16"),

@@ -21,7 +21,7 @@ import math
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from functools import lru_cache
@@ -35,7 +35,7 @@ from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
 from parallel import ALONE, Ranks
-from quant import Counter, QuantLinear, Recipe, quantize, quantizers_off
+from quant import BACKENDS, Counter, QuantLinear, Recipe, quantize, quantizers_off
 from recipes import RECIPES, altered
 from remedies import QEma
 
@@ -68,7 +68,7 @@ def triton_version() -> tuple[int, int]:
 def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     """ The back end that cfg.backend asks for, or this device's fastest; ConfigError if it cannot run. """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    why_not = {"reference": "", "emulate": "", "native": ""}
+    why_not = dict.fromkeys(BACKENDS, "")
     if find_spec("triton") is None:
         why_not["emulate"] = "Triton is not installed: type pip install triton"
     elif (found := triton_version()) < (3, 6):
@@ -82,14 +82,14 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     else:
         from fused import emulate_problem, native_problem
         from gemms import NATIVE_ARCHS
-        why_not["emulate"] = recipe.no_kernel() or emulate_problem(recipe)
+        why_not["emulate"] = emulate_problem(recipe)
         why_not["native"] = native_problem(recipe)
         if cfg.bf16_forward:
             why_not["native"] = "its forward pass is in FP4, and bf16_forward ends that"
         if not interpreted and torch.cuda.get_device_capability(device) not in NATIVE_ARCHS:
             archs = ", ".join(f"{major}.{minor}" for major, minor in NATIVE_ARCHS)
             why_not["native"] = f"FP4 tensor cores come with Blackwell, compute capability {archs}"
-    why_not["native"] = why_not["native"] or why_not["emulate"]
+    why_not["packed"], why_not["native"] = why_not["emulate"], why_not["native"] or why_not["emulate"]
     if not any(recipe.operands):
         return "reference" if cfg.backend == "auto" else cfg.backend
     if cfg.backend == "auto":
@@ -112,8 +112,9 @@ def check_native(recipe: Recipe, device: torch.device):
     x, w, dy = (torch.randn(shape, generator=generator, device=device) for shape in ((T, K), (N, K), (T, N)))
     op, results = recipe.y_w, []
     if not op.stochastic:
-        for ours, reference in zip(fused.rounded(w, op), vars(quantize(w, op)).values()):
-            if ours is not None and not torch.equal(ours, reference):
+        ours, theirs = fused.quantized(w, op), quantize(w, op)
+        for a, b in ((ours.code, theirs.code), (ours.inner, theirs.inner), (ours.outer, theirs.outer)):
+            if a is not None and not torch.equal(a, b):
                 raise ConfigError(f"the rounding kernel differs from the reference on this GPU; {BROKEN}")
     for backend in ("reference", "native"):
         layer = QuantLinear(K, N, bias=False, recipe=recipe, counter=counter, outliers=outliers,
@@ -338,12 +339,9 @@ def read_checkpoint(path: Path) -> dict:
         raise CheckpointError(f"{path} is no checkpoint of this program: it has no good {wrong[0]}")
     # train.py saves no NaN, and to go on from one would waste the run
     for part in ("model", "optimizer"):
-        try:
-            finite = all(t.isfinite().all() for t in tensors(state[part]))
-        except RuntimeError as error:       # a sparse tensor, or one without memory
-            raise CheckpointError(f"{path} has no good {part}: {first_line(error)}") from None
-        if not finite:
-            raise CheckpointError(f"{path} has a NaN or an Inf in its {part}")
+        with suppress(RuntimeError):        # a sparse tensor, or one without memory, will not fit the model
+            if not all(t.isfinite().all() for t in tensors(state[part])):
+                raise CheckpointError(f"{path} has a NaN or an Inf in its {part}")
     return state
 
 
@@ -354,6 +352,15 @@ def tensors(tree) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (dict, list, tuple)):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from tensors(value)
+
+
+def check_tensors(found: dict, expected: dict):
+    """ ValueError unless names, shapes, types and layouts agree: load_state_dict casts in silence. """
+    there, here = ({name: (t.shape, t.dtype, t.layout) for name, t in side.items()}
+                   for side in (found, expected))
+    if there != here:
+        name = next(name for name in [*here, *there] if there.get(name) != here.get(name))
+        raise ValueError(f"its weights are not those of its config, as {name} shows")
 
 
 def newest_checkpoint(folder: Path, say=print) -> tuple[Path, dict] | None:
@@ -380,11 +387,12 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
         here = {"device": device, "backend": "auto"} | ({} if data is None else {"data": data})
         cfg = Config.from_dict(state["config"] | here)
         recipe, vocab = Recipe.from_spec(state["recipe"]), state["vocab_size"]
-        # first without memory: a file may claim any size
+        # first without memory, and without the time for layers that are not there: a file may claim any size
+        if not any(name.startswith(f"blocks.{cfg.n_layer - 1}.") for name in state["model"]):
+            raise ValueError(f"its weights are not those of its config, which has {cfg.n_layer} blocks")
         with torch.device("meta"):
             expected = build(cfg, vocab, torch.device("meta"), recipe)[0].state_dict()
-        if {k: t.shape for k, t in expected.items()} != {k: t.shape for k, t in state["model"].items()}:
-            raise ValueError("its weights are not those of its config")
+        check_tensors(state["model"], expected)
         model, layers, _ = build(cfg, vocab, pick_device(cfg), recipe)
         late_switch(cfg, layers, state["step"])
         model.load_state_dict(state["model"])

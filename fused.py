@@ -3,13 +3,15 @@ The quantized linear of quant.py on a GPU: the same six operands in fewer passes
 
     emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales
               are those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
-    native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py). What is kept for the
-              backward pass is packed: 4.75 bits a value
+    packed    the same values, but what is kept for the backward pass is codes and scales, 4.75 bits a value,
+              and made into values there: less memory, and some time
+    native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py)
 
 Outlier channels need no second product: in the emulation they are further columns of both operands,
 Y = [X4 X8] [W4 W8]^T, and nvfp4_gemm adds their MXFP8 product to its sum before it rounds.
 
-What this file leaves out: formats (quant.py), kernels (kernels.py, gemms.py). quant.py calls it.
+What this file leaves out: formats (quant.py), kernels (kernels.py, gemms.py). quant.py calls it, and loads it
+when it does.
 
 Letters used for shapes: T tokens, K input features, N output features, C outlier channels.
 """
@@ -18,18 +20,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemms import mxfp8_gemm, nvfp4_gemm
-from kernels import Out, Side, no_kernel, no_lines, round_pair
-
-DX_SIGNS, DW_SIGNS = 8, 9      # streams, as in quant.py
+from kernels import PLAIN, Out, Side, no_codes, no_kernel, no_lines, round_pair, turn_back, unpack
+from quant import DW_SIGNS, DX_SIGNS, FIXED_SIGNS, Operand, Quantized, Recipe, inherited, rotation
+from quant import unpack as unpack_codes
 
 
 def up(n: int, multiple: int) -> int:
     return -(-n // max(1, multiple)) * max(1, multiple)
 
 
-def turn(a, b) -> int:
-    """ Size of the rotation that the two operands of a GEMM share. """
-    return max(op.hadamard if op else 0 for op in (a, b))
+def side_of(r: Recipe, number: int) -> Side:
+    """ How operand Q<number> is rounded, and rotated: as the other operand of its product. """
+    op, other = r.operands[number - 1], r.operands[(number - 1) ^ 1]
+    kind = next((o.signs for o in (op, other) if o and o.hadamard), "none")
+    fresh = DX_SIGNS if number in (3, 4) else DW_SIGNS
+    signs = {"fresh": fresh, "fixed": FIXED_SIGNS, "none": PLAIN.value}[kind]
+    return Side(op, rotation(op, other), number, signs)
+
+
+def idle(side: Side) -> bool:
+    """ Whether it leaves a matrix as it is. """
+    return not (side.op or side.turn)
 
 
 # -----------------------------------------------------------------------------
@@ -51,11 +62,11 @@ def packed_bytes(rows: int, columns: int, side: Side) -> int:
 def _parts(rows: int, columns: int, side: Side) -> list[tuple[int, tuple[int, int]]]:
     """ Bytes, a multiple of 16, and shape of codes, inner and outer scales; rows are padded to 16 values. """
     op, columns = side.op, up(up(columns, side.turn), 16)
-    (height, width), nibbles = op.block, op.grid == "e2m1"
+    height, width = op.block
     blocks = up(rows, height) // height
     # one outer scale in all, or none
     outer = (blocks, up(columns, op.outer) // op.outer) if op.outer > 0 else (-op.outer, 1)
-    shapes = [(rows, columns // 2 if nibbles else columns), (blocks, up(columns, width) // width), outer]
+    shapes = [(rows, columns * op.bits // 8), (blocks, up(columns, width) // width), outer]
     sizes = [shapes[0][0] * shapes[0][1], shapes[1][0] * shapes[1][1], 4 * shapes[2][0] * shapes[2][1]]
     return [(up(size, 16), shape) for size, shape in zip(sizes, shapes)]
 
@@ -83,6 +94,36 @@ def room(x: Tensor, rows: int, columns: int, side: Side | None) -> tuple[Tensor,
     return buffer, unpacked(buffer, rows, columns, side)
 
 
+def saved(r: Recipe, x: Tensor, N: int, C: int, save: bool, backend: str) -> list[tuple[Tensor, Out | None]]:
+    """
+    Room for what the backward pass needs, Q4 of W^T, Q6 of X^T and its outlier channels: one tensor of values
+    or of codes and scales each, and the Out in it.
+    """
+    T, K = x.shape
+    rooms = []
+    for rows, columns, side in saved_sides(r, T, K, N, C):
+        codes = as_codes(side, backend)
+        if not save or rows == 0:
+            rooms.append((x.new_empty(0, dtype=torch.uint8 if codes else x.dtype), None))
+        elif codes:
+            rooms.append(room(x, rows, columns, side))
+        else:
+            out = values(x, rows, columns, side)
+            rooms.append((out.data, out))
+    return rooms
+
+
+def saved_sides(r: Recipe, T: int, K: int, N: int, C: int) -> list[tuple[int, int, Side]]:
+    """ Rows, columns before rotation, and Side of the three. A rotated forward pass leaves more rows. """
+    return [(up(K, inherited(r, r.dx_w)), N, side_of(r, 4)), (up(K, inherited(r, r.dw_x)), T, side_of(r, 6)),
+            (C, T, Side(fp8(r) if r.dw_x else None))]
+
+
+def as_codes(side: Side, backend: str) -> bool:
+    """ Whether what is kept for the backward pass is codes and scales. """
+    return backend == "native" or backend == "packed" and side.op is not None and not no_codes(side.op)
+
+
 def operand(out: Out, op) -> tuple:
     """ Codes and scales as gemms.py takes them: squares share a scale there, rows do not. """
     inner, outer = out.inner, out.outer
@@ -93,16 +134,16 @@ def operand(out: Out, op) -> tuple:
     return (out.data, inner) if op.grid == "e4m3" else (out.data, inner, outer)
 
 
-def rounded(x: Tensor, op) -> tuple[Tensor, Tensor, Tensor | None]:
-    """ x (M, K) to nearest in one pass -> code uint8 (M, K), inner and outer scales: as quant.quantize. """
+def quantized(x: Tensor, op: Operand) -> Quantized:
+    """ quant.quantize(x, op), to nearest, in one pass. """
     side = Side(op)
     out = room(x, *x.shape, side)[1]
-    round_pair(x, side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0, packed=True)
-    code = torch.stack((out.data & 15, out.data >> 4), dim=-1).flatten(1)[:, : x.shape[1]].contiguous()
-    return code, out.inner, out.outer
+    round_pair(x.contiguous(), side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0)
+    code = unpack_codes(out.data, out.stride) if op.bits == 4 else out.data
+    return Quantized(code[:, : x.shape[1]].contiguous(), out.inner, out.outer, op)
 
 
-def fp8(r):
+def fp8(r: Recipe):
     """ The format of a recipe's outlier channels; None, as everywhere, where they stay in bf16. """
     return None if r.outlier == "bf16" else r.outlier
 
@@ -113,32 +154,37 @@ def keep_of(channels: Tensor, K: int) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# emulate
+# emulate and packed
 
 
-def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int, save: bool):
-    """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, in the dtype of x. """
+def emulate_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int,
+                    save: bool, backend: str):
+    """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, see saved(), and the trust masks. """
     (T, K), N, C, dtype = x.shape, weight.shape[0], channels.numel(), x.dtype
     x, weight = x.contiguous(), weight.contiguous() if r.y_w else weight.to(dtype).contiguous()
+    sides = [side_of(r, number) for number in range(1, 7)]
     # a multiple of 16, as K mostly is: the same compiled kernel for every layer
-    wide = K + up(C, 16)
+    wide = up(K, sides[0].turn) + up(C, 16)
     keep = keep_of(channels, K) if C else None
-    x_hat, w_hat = (t.new_empty(rows, wide, dtype=dtype) if op or C else None
-                    for t, rows, op in ((x, T, r.y_x), (weight, N, r.y_w)))
-    x_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS)
-    w_side = Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
-    dw_x, dx_w = (values(x, K, rows, side) if save else None for rows, side in ((T, x_side), (N, w_side)))
-    dw_x8 = values(x, C, T, Side(None)) if save and C else None
+    x_hat, w_hat = (t.new_empty(len(t), wide, dtype=dtype) if C or not idle(side) else None
+                    for t, side in ((x, sides[0]), (weight, sides[1])))
+    rooms = saved(r, x, N, C, save, backend)
+    dx_w, dw_x, dw_x8 = (out for _, out in rooms)
+    masks = [torch.empty((len(t), up(K, side.turn)) if r.trust and save and side.op else 0, dtype=torch.bool,
+                         device=x.device) for t, side in ((x, sides[0]), (weight, sides[1]))]
     # dX sees the whole weight; where it does not start from the rounded one, it is the original
     whole = bool(r.dx_w and r.align)
 
-    for t, hat, op, side, out, align in ((x, x_hat, r.y_x, x_side, dw_x, bool(r.dw_x and r.align)),
-                                         (weight, w_hat, r.y_w, w_side, dx_w, whole)):
-        row, row_out = (Side(op), Out(hat, None, None, wide)) if hat is not None else (None, None)
-        if save and t is weight and not whole:
-            round_pair(t if r.dx_w else t.to(dtype), None, side, None, out, counter, layer)
+    for t, hat, row, col, out, mask, align in (
+            (x, x_hat, sides[0], sides[5], dw_x, masks[0], bool(r.dw_x and r.align)),
+            (weight, w_hat, sides[1], sides[3], dx_w, masks[1], whole)):
+        trust = mask.view(torch.uint8) if mask.numel() else None
+        row_out = None if hat is None else Out(hat, None, None, wide, trust)
+        if out and t is weight and not whole and (C or not r.dx_w):
+            round_pair(t if r.dx_w else t.to(dtype), None, col, None, out, counter, layer)
             out = None
-        round_pair(t, row, side if out else None, row_out, out, counter, layer, align=align, keep=keep)
+        round_pair(t, row if row_out else None, col if out else None, row_out, out, counter, layer,
+                   align=align, keep=keep)
 
     if C:
         eights = [Out(hat[:, K : K + C], None, None, wide) for hat in (x_hat, w_hat)]
@@ -151,55 +197,78 @@ def emulate_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Ten
                    align=bool(r.dw_x and r.align))
         # the rows of dx_w that are outlier channels, made again from the FP8 weight
         again = save and whole
-        round_pair(chosen_w, Side(eight if r.y_w else None), w_side if again else None, eights[1],
+        round_pair(chosen_w, Side(eight if r.y_w else None), sides[3] if again else None, eights[1],
                    dx_w if again else None, counter, layer, align=True, lines=channels if again else None)
     y = F.linear(x if x_hat is None else x_hat, weight.to(dtype) if w_hat is None else w_hat)
-    return y, *(x.new_empty(0) if out is None else out.data for out in (dx_w, dw_x, dw_x8))
+    return y, *(buffer for buffer, _ in rooms), *masks
 
 
-def emulate_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor,
-                     counter: Tensor, layer: int, need_dx: bool, need_dw: bool):
+def emulate_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, trust_x: Tensor,
+                     trust_w: Tensor, channels: Tensor, counter: Tensor, layer: int, need_dx: bool,
+                     need_dw: bool, K: int, backend: str):
     """ As quant.linear_backward -> dx, dw. """
-    T, N = dy.shape
-    row = Side(r.dx_dy, turn(r.dx_dy, r.dx_w), 3, DX_SIGNS) if need_dx else None
-    if row and not (row.op or row.turn):
+    (T, N), C = dy.shape, channels.numel()
+    needed = need_dx, need_dw, need_dw and C > 0
+    dx_w, dw_x, dw_x8 = (
+        unpack(unpacked(kept, rows, columns, side), side.op, up(columns, side.turn), dy.dtype)
+        if need and as_codes(side, backend) else kept
+        for need, kept, (rows, columns, side) in zip(needed, (dx_w, dw_x, dw_x8), saved_sides(r, T, K, N, C)))
+    row, col = side_of(r, 3) if need_dx else None, side_of(r, 5) if need_dw else None
+    if row and idle(row):
         row = None
-    col = Side(r.dw_dy, turn(r.dw_dy, r.dw_x), 5, DW_SIGNS) if need_dw else None
-    extra = Side(fp8(r) if r.dw_dy else None) if need_dw and channels.numel() else None
+    extra = Side(fp8(r) if r.dw_dy else None) if need_dw and C else None
     a, at, at8 = values(dy, T, N, row), values(dy, N, T, col), values(dy, N, T, extra)
     round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_dx:
-        dx = F.linear(a.data if a else dy, dx_w)
+        dx = own_coordinates(r, F.linear(a.data if a else dy, dx_w), trust_x, r.dx_w, K, counter)
     if need_dw:
-        dw = F.linear(at.data, dw_x)
+        dw = own_coordinates(r, F.linear(at.data, dw_x), trust_w, r.dw_x, K, counter)
         if extra:
             dw.index_copy_(1, channels, F.linear(at8.data, dw_x8))
     return dx, dw
+
+
+def own_coordinates(r: Recipe, grad: Tensor, trust: Tensor, other, K: int, counter: Tensor) -> Tensor:
+    """ A gradient that was made with Q4 or Q6 (other): its trusted part, without the forward's rotation. """
+    forward, turned = side_of(r, 1), inherited(r, other) > 0
+    if not trust.numel() and not turned:
+        return grad
+    mask = trust.view(torch.uint8) if trust.numel() else None
+    if not forward.turn:
+        return grad * mask
+    return turn_back(grad, mask, forward, K, turned, counter)
 
 
 # -----------------------------------------------------------------------------
 # native
 
 
-def emulate_problem(r) -> str:
+def emulate_problem(r: Recipe) -> str:
     """ Why there is no kernel for this recipe, or "". """
     for number, op in enumerate((*r.operands, fp8(r)), 1):
         if problem := op and no_kernel(op):
             return f"operand Q{number}: {problem}" if number < 7 else f"outlier channels: {problem}"
     if fp8(r) and (problem := no_lines(fp8(r))):
         return f"outlier channels: {problem}"
+    for first, second, name in ((r.y_x, r.dw_x, "Q6"), (r.y_w, r.dx_w, "Q4")):
+        if rotation(r.y_x, r.y_w) and r.align and second and not first:
+            return f"operand {name}: no kernel for what the forward pass rotates and does not round"
     if r.outlier and r.align and r.dx_w and (problem := no_lines(r.dx_w)):
         return f"operand Q4, with outlier channels: {problem}"
     return ""
 
 
-def native_problem(r) -> str:
+def native_problem(r: Recipe) -> str:
     """ Why the FP4 tensor cores cannot run this recipe, or "". """
+    if r.trust or rotation(r.y_x, r.y_w):
+        return "the forward pass is rotated or has trust masks"
     for number, op in enumerate(r.operands, 1):
         if op is None or op.grid != "e2m1":
             return f"operand Q{number} is not FP4"
         if op.scale == "e4m3" and (op.block[1] != 16 or op.outer not in (128, -1)):
+            return f"operand Q{number} has scales that the tensor cores do not read"
+        if op.scale == "ue5m3" or no_codes(op):
             return f"operand Q{number} has scales that the tensor cores do not read"
         if op.scale == "e8m0" and op.block != (1, 32):
             return f"operand Q{number} has other blocks than 1x32 under its power-of-two scales"
@@ -212,51 +281,50 @@ def native_problem(r) -> str:
     return emulate_problem(r)
 
 
-def native_forward(r, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int, save: bool):
+def native_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int,
+                   save: bool, _backend: str):
     """ As quant.linear_forward -> y, and one buffer each of codes and scales for dx_w, dw_x, dw_x8. """
     (T, K), N, C = x.shape, weight.shape[0], channels.numel()
     x, weight = x.contiguous(), weight.contiguous()
     keep = keep_of(channels, K) if C else None
-    x_side = Side(r.dw_x, turn(r.dw_dy, r.dw_x), 6, DW_SIGNS)
-    w_side = Side(r.dx_w, turn(r.dx_dy, r.dx_w), 4, DX_SIGNS)
+    x_row, w_row, x_side, w_side = (side_of(r, number) for number in (1, 2, 6, 4))
     eight = Side(r.outlier)
-    dw_x8, dw_x8_out = room(x, C, T, eight if save and C else None)
-    dw_x, dw_x_out = room(x, K, T, x_side if save else None)
-    dx_w, dx_w_out = room(x, K, N, w_side if save else None)
-    x4, w4 = room(x, T, K, Side(r.y_x))[1], room(weight, N, K, Side(r.y_w))[1]
-    round_pair(x, Side(r.y_x), x_side if save else None, x4, dw_x_out, counter, layer, align=r.align,
-               keep=keep, packed=True)
+    rooms = saved(r, x, N, C, save, "native")
+    dx_w_out, dw_x_out, dw_x8_out = (out for _, out in rooms)
+    x4, w4 = room(x, T, K, x_row)[1], room(weight, N, K, w_row)[1]
+    round_pair(x, x_row, x_side if save else None, x4, dw_x_out, counter, layer, align=r.align,
+               keep=keep)
     if save and not r.align:
-        round_pair(weight, None, w_side, None, dx_w_out, counter, layer, packed=True)
+        round_pair(weight, None, w_side, None, dx_w_out, counter, layer)
     aligned = save and r.align
     back, back_out = (w_side, dx_w_out) if aligned else (None, None)
-    round_pair(weight, Side(r.y_w), back, w4, back_out, counter, layer, align=r.align, keep=keep, packed=True)
+    round_pair(weight, w_row, back, w4, back_out, counter, layer, align=r.align, keep=keep)
     if C:
         x8, w8 = (room(t, t.shape[0], C, eight)[1] for t in (x, weight))
         round_pair(x.index_select(1, channels), eight, eight if save else None, x8, dw_x8_out, counter, layer,
-                   align=r.align, packed=True)
+                   align=r.align)
         round_pair(weight.index_select(1, channels), eight, back, w8, back_out, counter, layer, align=True,
-                   lines=channels if aligned else None, packed=True)
+                   lines=channels if aligned else None)
     outliers = (operand(x8, r.outlier), operand(w8, r.outlier)) if C else (None, None)
     y = nvfp4_gemm(operand(x4, r.y_x), operand(w4, r.y_w), *outliers, dtype=x.dtype)
-    return y, dx_w, dw_x, dw_x8
+    return y, *(buffer for buffer, _ in rooms), *(x.new_empty(0, dtype=torch.bool) for _ in range(2))
 
 
-def native_backward(r, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, channels: Tensor,
-                    counter: Tensor, layer: int, need_dx: bool, need_dw: bool, K: int):
+def native_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, _trust_x: Tensor,
+                    _trust_w: Tensor, channels: Tensor, counter: Tensor, layer: int, need_dx: bool,
+                    need_dw: bool, K: int, _backend: str):
     """ As quant.linear_backward -> dx, dw. K tells the shape of what the buffers hold. """
     (T, N), C = dy.shape, channels.numel()
-    row = Side(r.dx_dy, turn(r.dx_dy, r.dx_w), 3, DX_SIGNS) if need_dx else None
-    col = Side(r.dw_dy, turn(r.dw_dy, r.dw_x), 5, DW_SIGNS) if need_dw else None
+    row, col = side_of(r, 3) if need_dx else None, side_of(r, 5) if need_dw else None
     extra = Side(r.outlier) if need_dw and C else None
     a, at, at8 = room(dy, T, N, row)[1], room(dy, N, T, col)[1], room(dy, N, T, extra)[1]
-    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8, packed=True)
+    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_dx:
-        w = unpacked(dx_w, K, N, Side(r.dx_w, row.turn, 4, DX_SIGNS))
+        w = unpacked(dx_w, K, N, side_of(r, 4))
         dx = nvfp4_gemm(operand(a, r.dx_dy), operand(w, r.dx_w), dtype=dy.dtype)
     if need_dw:
-        x = unpacked(dw_x, K, T, Side(r.dw_x, col.turn, 6, DW_SIGNS))
+        x = unpacked(dw_x, K, T, side_of(r, 6))
         dw = nvfp4_gemm(operand(at, r.dw_dy), operand(x, r.dw_x), dtype=dy.dtype)
         if C:
             x8 = unpacked(dw_x8, C, T, extra)

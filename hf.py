@@ -12,7 +12,6 @@ encoding that can be written so, tokenizer.json and tokenizer_config.json.
 What this file leaves out: files of several shards on the way out, float16, grouped queries, any format with
 code in it. Names of files and tensors, shapes and numbers of a folder that is read are checked before use.
 """
-import importlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError
+from config import Config, ConfigError, package
 from data import Corpus, DataError
 from eval import val_loss
 from model import GPT
@@ -55,16 +54,6 @@ def module_names(n_layer: int) -> dict[str, list[str]]:
         names |= {f"blocks.{i}.{ours}": [f"model.layers.{i}.{name}" for name in theirs]
                   for ours, theirs in BLOCK.items()}
     return names
-
-
-def package(name: str):
-    """ An optional package; ConfigError, with what to type, where it is not installed. """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        top = name.split(".")[0]
-        raise ConfigError(f"this needs the package {top}, which is not installed: "
-                          f"type pip install {top}") from None
 
 
 # -----------------------------------------------------------------------------

@@ -28,13 +28,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import quant
+
 TILE = 128                                 # rows and columns of a tile
-TENSOR = tl.constexpr(-1)                  # Operand.outer: one outer scale for the whole tensor
+WIDEST = 32                                # values in a strip that are still kept in registers
+TENSOR = tl.constexpr(quant.TENSOR)        # Operand.outer: one outer scale for the whole tensor
 # with TRITON_INTERPRET=1 kernels run on a CPU, in NumPy, which has neither PTX nor an exact fma
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 INF, NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
-TINY = tl.constexpr(2.0**-100)             # as in quant.py
-SMALLEST_E4M3, SMALLEST_NORMAL = tl.constexpr(2.0**-9), tl.constexpr(2.0**-126)
+TINY = tl.constexpr(quant.TINY)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+QUEST_TOP = tl.constexpr(quant.QUEST_TOP)
+# what rule 3/4 multiplies its powers of two by, before and, under rtn, after
+FOUR_THIRDS = tl.constexpr(torch.tensor(4 / 3).item())
+NORMAL_FOUR_THIRDS = tl.constexpr((torch.tensor(4 / 3) * quant.NORMAL_GAIN).item())
+FIXED_SIGNS = tl.constexpr(quant.FIXED_SIGNS)
+RULES = ("nearest", "up", "17/16", "4/6", "eden", "ceil", "floor", "quest", "3/4", "max")    # of quant.RULES
+PLAIN = tl.constexpr(0)                    # Side.signs: a rotation without signs
+# a compiled kernel is kept by the names of its formats: with their numbers a changed grid is another kernel
+FORMATS = f"{quant.GRIDS} {quant.SCALES}"
 
 
 class Side(NamedTuple):
@@ -42,15 +54,19 @@ class Side(NamedTuple):
     op: object           # quant.Operand; None leaves the values unrounded
     turn: int = 0        # rotate this many neighbours at a time, 0 for none
     noise: int = 0       # stream of the noise
-    signs: int = 0       # stream of the signs
+    signs: int = 0       # stream of the signs: FIXED_SIGNS for those of the whole run, PLAIN for all +1
 
 
 class Out(NamedTuple):
-    """ Where one orientation goes: values, or codes and scales. stride is that of a row of values. """
+    """
+    Where one orientation goes: values, or, where there is room for inner scales, codes and scales. stride is
+    that of a row of values. trust, if it is wanted, is uint8 (rows, stride): quant.trust_mask.
+    """
     data: Tensor
     inner: Tensor | None
     outer: Tensor | None
     stride: int
+    trust: Tensor | None = None
 
 
 # -----------------------------------------------------------------------------
@@ -171,9 +187,9 @@ def _load(ptr, row, first, M, K, stride, keep_ptr, C: tl.constexpr, W: tl.conste
     for each column (pair of columns): what it leaves out counts as zero, whatever it is.
     """
     BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    P: tl.constexpr = 128 // BITS
     PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
     N: tl.constexpr = W // 2 if PAIRS else W
+    P: tl.constexpr = min(128 // BITS, N // 2)
     rows = (row < M)[None, :, None]
     strips = ()
     for sector in tl.static_range(N // (2 * P)):
@@ -266,15 +282,54 @@ def _philox(seed, c0, c1, c2, c3):
 
 
 @triton.jit
-def _signs(seed, step, micro, address, n: tl.constexpr):
-    """ quant.random_signs: n signs as floats. One Philox call, a scalar in every program. """
-    words = _philox(seed, tl.zeros([1], tl.uint32), step, micro, address)
+def _sign_words(at, STREAM: tl.constexpr):
+    """ The four words of random bits that quant.random_signs makes signs of: scalars, one Philox call. """
+    seed, step, micro, layer = at
+    zero = tl.zeros([1], tl.uint32)
+    if STREAM == FIXED_SIGNS:
+        drawn = _philox(seed, zero, zero, zero, zero + STREAM)
+    else:
+        drawn = _philox(seed, zero, step, micro, layer * 16 + STREAM)
+    words = ()
+    for i in tl.static_range(4):
+        words = words + (tl.max(drawn[i].to(tl.int32, bitcast=True), 0),)
+    return words
+
+
+@triton.jit
+def _signs(at, STREAM: tl.constexpr, n: tl.constexpr):
+    """ quant.random_signs: n signs, at most 32, as floats. """
     signs = ()
-    for i in tl.static_range(n):
-        word = tl.max(words[i // 32].to(tl.int32, bitcast=True), 0)
-        # bit i moves to the place of the sign, under it the bits of 1.0
-        signs = signs + ((((word << (31 - i % 32)) & -2147483648) | 0x3F800000).to(tl.float32, bitcast=True),)
+    if STREAM == PLAIN:
+        for i in tl.static_range(n):
+            signs = signs + (1.0,)
+    else:
+        word = _sign_words(at, STREAM)[0]
+        for i in tl.static_range(n):
+            # bit i moves to the place of the sign, under it the bits of 1.0
+            sign = ((word << (31 - i)) & -2147483648) | 0x3F800000
+            signs = signs + (sign.to(tl.float32, bitcast=True),)
     return signs
+
+
+@triton.jit
+def _flip(v, at, STREAM: tl.constexpr, n: tl.constexpr, C: tl.constexpr):
+    """ Every n neighbours of the C strips v times diag(signs). """
+    W: tl.constexpr = len(v)
+    if STREAM != PLAIN:
+        words = _sign_words(at, STREAM)
+        # the first sign of each strip is bit `place % 32` of one of the words
+        place = (tl.arange(0, C) * W % n)[None, :]
+        word = tl.full([1, C], 0, tl.int32) + words[0]
+        for i in tl.static_range(1, 4):
+            word = tl.where(place // 32 == i, words[i], word)
+        word = word >> (place % 32)
+        out = ()
+        for i in tl.static_range(W):
+            sign = (word << (31 - i % n)) & -2147483648
+            out = out + ((v[i].to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
+        v = out
+    return v
 
 
 @triton.jit
@@ -298,6 +353,28 @@ def _rotate(v, signs, n: tl.constexpr):
             x, waiting = low + high, kept + kept
         out = out + x
     return out
+
+
+@triton.jit
+def _across(v, n: tl.constexpr, C: tl.constexpr):
+    """
+    The last steps of the butterfly of n values, which lie in several strips. Each adds or subtracts what the
+    partner strip has in the same place; the exclusive or of both and one of them is the other.
+    """
+    W: tl.constexpr = len(v)
+    strip = tl.arange(0, C)[None, :]
+    for level in tl.static_range((n // W).bit_length() - 1):
+        second = strip >> level & 1
+        sign = (1 - 2 * second).to(tl.float32)
+        out = ()
+        for i in tl.static_range(W):
+            mine = v[i].to(tl.int32, bitcast=True)
+            pair = tl.reshape(mine, [mine.shape[0], C >> (level + 1), 2, 1 << level])
+            both = tl.broadcast_to(tl.xor_sum(pair, axis=2, keep_dims=True), pair.shape)
+            other = (tl.reshape(both, mine.shape) ^ mine).to(tl.float32, bitcast=True)
+            out = out + (tl.fma(v[i], sign, other),)
+        v = out
+    return v
 
 
 @triton.jit
@@ -401,18 +478,21 @@ def _add_up(a, b, c):
 
 
 @triton.jit
-def _scale_e4m3(q, UP: tl.constexpr):
-    """ q to the nearest E4M3 value, or the smallest that is not below. """
-    if UP:
-        binade = _binade(q, 2.0**-6)
+def _to_scale(q, OP: tl.constexpr):
+    """ q to the nearest value of the inner scales' grid, or the smallest that is not below. """
+    EMIN: tl.constexpr = OP.scale_grid.emin
+    MBITS: tl.constexpr = OP.scale_grid.mbits
+    if OP.rule == "up":
+        binade = _binade(q, 2.0**EMIN)
         if INTERPRETED:
-            s = tl.ceil(q / (binade * 0.125)) * (binade * 0.125)
+            gap = binade * 2.0**-MBITS
+            s = tl.ceil(q / gap) * gap
         else:
-            much: tl.constexpr = 1.5 * 2.0**20
+            much: tl.constexpr = 1.5 * 2.0 ** (23 - MBITS)
             s = tl.fma(binade, -much, _add_up(binade, tl.full(q.shape, much, tl.float32), q))
     else:
-        s = _nearest(q, -6, 3)
-    return tl.minimum(s, 448.0)
+        s = _nearest(q, EMIN, MBITS)
+    return tl.minimum(s, OP.scale_grid.max)
 
 
 @triton.jit
@@ -453,36 +533,94 @@ def _outer(amax, tensor_amax, OP: tl.constexpr):
         for i in tl.static_range(1, len(amax)):
             fate = tl.maximum(fate, amax[i], propagate_nan=tl.PropagateNan.ALL)
         fate = _max_along(fate, 1)
-    top: tl.constexpr = 6.0 * 16 / 17 if OP.rule == "17/16" else 6.0
-    outer = tl.where(fate < TINY, 1.0, _over(_over(fate, 448.0), top))
+    top: tl.constexpr = OP.value_grid.max * OP.head_room
+    outer = tl.where(fate < TINY, 1.0, _over(_over(fate, OP.reach), top))
     return fate, tl.where(fate < INF, outer, NAN)
 
 
 @triton.jit
-def _inner(a, fate, outer, inv_outer, OP: tl.constexpr):
-    """ Block maxima -> inner scales, the products with the outer one, and their reciprocals. """
-    if OP.scale == "e4m3":
-        top: tl.constexpr = 6.0 * 16 / 17 if OP.rule == "17/16" else 6.0
-        a = tl.where(fate < TINY, 0.0, a)
-        inner = _scale_e4m3(_over(_divide(a, outer, inv_outer), top), OP.rule == "up")
-        if OP.rounding == "sr":
-            inner = tl.maximum(inner, SMALLEST_E4M3)
-        inner = tl.where(fate < INF, inner, 0.0)
+def _inner(v, first: tl.constexpr, factor, a, fate, outer, inv_outer, OP: tl.constexpr, TOP: tl.constexpr):
+    """
+    Inner scales of the blocks that start at `first` in their strips, with maxima a, which go to the grid
+    value TOP -> inner scales, their products with the outer one, and the reciprocals of these.
+    """
+    if OP.outer != 0:
+        if OP.scale == "none":
+            inner = tl.full(a.shape, 1.0, tl.float32)
+        else:
+            a = tl.where(fate < TINY, 0.0, a)
+            inner = _to_scale(_over(_divide(a, outer, inv_outer), TOP * OP.head_room), OP)
+            if OP.rounding != "rtn":
+                inner = tl.maximum(inner, 2.0 ** (OP.scale_grid.emin - OP.scale_grid.mbits))
+            inner = tl.where(fate < INF, inner, 0.0)
         scale = inner * outer
-        return inner, scale, tl.where(scale >= SMALLEST_NORMAL, _reciprocal(scale), 0.0)
+        return inner, scale, tl.where(scale > SMALLEST_NORMAL, _reciprocal(scale), 0.0)
     # E8M0: a power of two, so bits of the exponent. A block of zeros stores 2^-127, the bits 0x400000
     a = tl.where(a < TINY, 0.0, a)
-    if OP.rule == "floor":
-        inner = _binade(a, 0.0) * (0.25 if OP.grid == "e2m1" else 2.0**-8)
+    if OP.rule == "floor" or OP.rule == "3/4":
+        inner = _binade(a, 0.0) * 2.0**-OP.value_grid.emax
+    elif OP.rule == "quest":
+        B: tl.constexpr = OP.block[1]
+        unit, inv_unit = _unit(a)
+        squares = ()
+        for i in tl.static_range(B):
+            near_1 = v[first + i] * (inv_unit * factor)
+            squares = squares + (near_1 * near_1,)
+        rms = tl.sqrt_rn(_sum(squares) * (1.0 / B))
+        inner = _binade(rms * (QUEST_TOP / OP.value_grid.max), 0.0) * tl.where(a < TINY, 0.0, unit)
     else:
-        q = _over(a, 6.0 if OP.grid == "e2m1" else 448.0)
+        q = _over(a, OP.value_grid.max)
         low = _binade(q, 0.0)
         inner = tl.where(low < q, 2 * low, low)
     bits = tl.maximum(inner.to(tl.int32, bitcast=True), 0x400000)
     usable = (bits > 0x400000) & (a < INF)
     inv = tl.where(usable, (-(bits - 0x7F000000)).to(tl.float32, bitcast=True), 0.0)
     inner = tl.where(a < INF, bits.to(tl.float32, bitcast=True), NAN)
+    if OP.rule == "3/4":
+        return inner, inner * FOUR_THIRDS, inv * 0.75
     return inner, inner, inv
+
+
+@triton.jit
+def _unit(a):
+    """
+    A power of two not far below the magnitudes a, and its inverse. Sums of squares in this unit stay in
+    float32; quant.py takes a itself where a is beyond 2^127, which only doubles its numbers.
+    """
+    bits = tl.minimum(tl.maximum(a, TINY).to(tl.int32, bitcast=True) & 0x7F800000, 253 << 23)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum(x):
+    """ quant._sum of a strip's values: a power of two of them, neighbours first. """
+    for _ in tl.static_range(len(x).bit_length() - 1):
+        pairs = ()
+        for i in tl.static_range(len(x) // 2):
+            pairs = pairs + (x[2 * i] + x[2 * i + 1],)
+        x = pairs
+    return x[0]
+
+
+@triton.jit
+def _sum_rows(x, ROWS: tl.constexpr):
+    """ The sums of every ROWS rows of x [R, C], in each of them; neighbours first. """
+    for level in tl.static_range(ROWS.bit_length() - 1):
+        pairs = tl.reshape(x, [x.shape[0] >> (level + 1), 2, 1 << level, x.shape[1]])
+        x = tl.reshape(tl.broadcast_to(tl.sum(pairs, axis=1, keep_dims=True), pairs.shape), x.shape)
+    return x
+
+
+@triton.jit
+def _error(v, first: tl.constexpr, codes, factor, scale, a, ROWS: tl.constexpr):
+    """ The squared error of blocks rounded to codes times scale, in the units of their maxima a. """
+    _, inv_unit = _unit(a)
+    scale = scale * inv_unit
+    squares = ()
+    for i in tl.static_range(len(codes)):
+        e = v[first + i] * (inv_unit * factor) - codes[i] * scale
+        squares = squares + (e * e,)
+    return _sum_rows(_sum(squares), ROWS)
 
 
 @triton.jit
@@ -499,27 +637,29 @@ def _code(c, EMIN: tl.constexpr, MBITS: tl.constexpr, SIGN: tl.constexpr):
 
 @triton.jit
 def _scale_byte(inner, OP: tl.constexpr):
-    """ quant._scale_byte of scales that are not NaN (E4M3), or perhaps (E8M0). """
-    if OP.scale == "e4m3":
-        return _code(inner, -6, 3, 7).to(tl.uint8)
+    """ quant._scale_byte of scales that are not NaN, or perhaps (E8M0). """
+    if OP.scale_grid is not None:
+        return _code(inner, OP.scale_grid.emin, OP.scale_grid.mbits, 7).to(tl.uint8)
     return tl.where(inner == inner, inner.to(tl.int32, bitcast=True) >> 23, 0xFF).to(tl.uint8)
 
 
 @triton.jit
-def _turn(v, at, STREAM: tl.constexpr, n: tl.constexpr):
+def _turn(v, at, STREAM: tl.constexpr, n: tl.constexpr, C: tl.constexpr):
     """
     v rotated by the signs of this stream, n values at a time, up to a factor: -> values, factor. The factor
     is a sign and, where that is a power of two, 1 / sqrt(n): the scale takes it along without rounding.
     """
     factor = 1.0
-    if n > 0:
-        seed, step, micro, layer = at
-        signs = _signs(seed, step, micro, layer * 16 + STREAM, n)
+    if n > len(v):
+        v = _across(_rotate(_flip(v, at, STREAM, n, C), _signs(at, PLAIN, len(v)), len(v)), n, C)
+        factor = n ** -0.5
+    elif n > 0:
+        signs = _signs(at, STREAM, n)
         v = _rotate(v, signs, n)
         factor = signs[0] * (n ** -0.5)
-        if n.bit_length() % 2 == 0:
-            v = _times(v, (factor,), len(v))
-            factor = 1.0
+    if n.bit_length() % 2 == 0 and n > 0:
+        v = _times(v, (factor,), len(v))
+        factor = 1.0
     return v, factor
 
 
@@ -539,6 +679,49 @@ def _times(v, factors, n: tl.constexpr):
 
 
 @triton.jit
+def _codes(v, first: tl.constexpr, inv, at, group, OP: tl.constexpr, STREAM: tl.constexpr,
+           SIGNED: tl.constexpr, B: tl.constexpr):
+    """ B values of each strip from `first` on, times inv, on the grid. See _round. """
+    EMIN: tl.constexpr = OP.value_grid.emin
+    MBITS: tl.constexpr = OP.value_grid.mbits
+    TOP: tl.constexpr = OP.value_grid.max
+    # nothing exceeds the grid where the scale was rounded up
+    CLIP: tl.constexpr = OP.rule != "up" and OP.rule != "ceil"
+    codes = ()
+    noise = v
+    for eight in tl.static_range(first, first + B, 8):
+        if OP.rounding == "sr":
+            seed, step, micro, layer = at
+            noise = _noise(seed, group + eight // 8, step, micro, layer * 16 + STREAM, MBITS)
+        for j in tl.static_range(8):
+            y = v[eight + j] * inv
+            c = _stochastic(y, noise[j], EMIN, MBITS) if OP.rounding == "sr" else _nearest(y, EMIN, MBITS)
+            if CLIP:
+                c = tl.minimum(tl.maximum(c, -TOP), TOP)
+            if SIGNED:
+                sign = y.to(tl.int32, bitcast=True) & -2147483648
+                c = (tl.abs(c).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+            codes = codes + (c,)
+    return codes
+
+
+@triton.jit
+def _eden(v, first: tl.constexpr, inv, c, inner, at, group, OP: tl.constexpr, STREAM: tl.constexpr):
+    """ quant._eden: the inner scales of blocks that were rounded to c, stochastically corrected. """
+    squares, products = (), ()
+    for i in tl.static_range(len(c)):
+        y = v[first + i] * inv
+        squares, products = squares + (y * y,), products + (y * c[i],)
+    norm, projection = _sum(squares), _sum(products)
+    inner = inner * tl.where(projection > 0, tl.div_rn(norm, projection), 1.0)
+    seed, step, micro, layer = at
+    MBITS: tl.constexpr = OP.scale_grid.mbits
+    # each block takes the first number of its first group
+    noise = _noise(seed, group + first // 8, step, micro, layer * 16 + STREAM, MBITS)[0]
+    return tl.minimum(_stochastic(inner, noise, OP.scale_grid.emin, MBITS), OP.scale_grid.max)
+
+
+@triton.jit
 def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.constexpr,
            SIGNED: tl.constexpr):
     """
@@ -549,61 +732,62 @@ def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.const
     group  [R, C], number of the first group of eight values of each strip; see quant.uniform
     SIGNED keep the sign of what rounds to zero: codes have it, in products it makes no difference
     """
-    B: tl.constexpr = OP.block[1]
-    EMIN: tl.constexpr = 0 if OP.grid == "e2m1" else -6
-    MBITS: tl.constexpr = 1 if OP.grid == "e2m1" else 3
-    TOP: tl.constexpr = 6.0 if OP.grid == "e2m1" else 448.0
-    SR: tl.constexpr = OP.rounding == "sr"
-    # nothing exceeds the grid where the scale was rounded up
-    CLIP: tl.constexpr = OP.rule != "up" and OP.rule != "ceil"
-    amax = _amax(v, _magnitude(factor), B, OP.block[0])
+    B: tl.constexpr = OP.block[1] if OP.scale != "none" else len(v)
+    ROWS: tl.constexpr = OP.block[0]
+    TOP: tl.constexpr = OP.value_grid.max
+    amax = _amax(v, _magnitude(factor), B, ROWS)
     fate, outer, inv_outer = amax[0], amax[0], amax[0]
     if OP.outer != 0:
         fate, outer = _outer(amax, tensor_amax, OP)
         inv_outer = _reciprocal(outer)
     codes, scales, inners = (), (), ()
-    noise = v
     for block in tl.static_range(len(amax)):
+        a = amax[block]
         if OP.outer == 0:
-            fate = amax[block]
-        inner, scale, inv = _inner(amax[block], fate, outer, inv_outer, OP)
-        scales, inners = scales + (scale,), inners + (inner,)
-        inv = inv * factor
-        for first in tl.static_range(block * B, block * B + B, 8):
-            if SR:
-                seed, step, micro, layer = at
-                noise = _noise(seed, group + first // 8, step, micro, layer * 16 + STREAM, MBITS)
-            for j in tl.static_range(8):
-                y = v[first + j] * inv
-                c = _stochastic(y, noise[j], EMIN, MBITS) if SR else _nearest(y, EMIN, MBITS)
-                if CLIP:
-                    c = tl.minimum(tl.maximum(c, -TOP), TOP)
-                if SIGNED:
-                    sign = y.to(tl.int32, bitcast=True) & -2147483648
-                    c = (tl.abs(c).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-                codes = codes + (c,)
+            fate = a
+        inner, scale, inv = _inner(v, block * B, factor, a, fate, outer, inv_outer, OP, TOP)
+        c = _codes(v, block * B, inv * factor, at, group, OP, STREAM, SIGNED, B)
+        if OP.rule == "4/6":
+            inner_4, scale_4, inv_4 = _inner(v, block * B, factor, a, fate, outer, inv_outer, OP, 4.0)
+            c_4 = _codes(v, block * B, inv_4 * factor, at, group, OP, STREAM, SIGNED, B)
+            better = (_error(v, block * B, c_4, factor, scale_4, a, ROWS) <
+                      _error(v, block * B, c, factor, scale, a, ROWS))
+            inner, scale = tl.where(better, inner_4, inner), tl.where(better, scale_4, scale)
+            chosen = ()
+            for i in tl.static_range(B):
+                chosen = chosen + (tl.where(better, c_4[i], c[i]),)
+            c = chosen
+        if OP.rounding == "eden":
+            inner = _eden(v, block * B, inv * factor, c, inner, at, group, OP, STREAM)
+            scale = inner * outer
+        if OP.rule == "3/4" and OP.rounding == "rtn":
+            scale = inner * NORMAL_FOUR_THIRDS
+        codes, scales, inners = codes + c, scales + (scale,), inners + (inner,)
     return codes, scales, inners, outer
 
 
 @triton.jit
-def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, PACKED: tl.constexpr,
-           C: tl.constexpr, W: tl.constexpr):
+def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, C: tl.constexpr,
+           W: tl.constexpr):
     """ Store the strips of one tile as values, or as codes and scales: the layout of quant.Quantized. """
-    if not PACKED:
+    if out.inner is None:
         HALF: tl.constexpr = 2 if out.data.dtype.element_ty == tl.int32 else 1
         _store(out.data, v, row, first // HALF, M, K // HALF, out.stride // HALF, C, W)
     else:
         # rows are whole multiples of 16 values; those beyond K are zeros
         K = out.stride
-        if OP.grid == "e2m1":
+        EMIN: tl.constexpr = OP.value_grid.emin
+        MBITS: tl.constexpr = OP.value_grid.mbits
+        if OP.bits == 4:
             pairs = ()
             for i in tl.static_range(W // 2):
-                pairs = pairs + (_code(codes[2 * i], 0, 1, 3) | _code(codes[2 * i + 1], 0, 1, 3) << 4,)
+                low, high = _code(codes[2 * i], EMIN, MBITS, 3), _code(codes[2 * i + 1], EMIN, MBITS, 3)
+                pairs = pairs + (low | high << 4,)
             _store(out.data, pairs, row, first // 2, M, K // 2, K // 2, C, W // 2)
         else:
             bytes = ()
             for i in tl.static_range(W):
-                bytes = bytes + (_code(codes[i], -6, 3, 7),)
+                bytes = bytes + (_code(codes[i], EMIN, MBITS, 7),)
             _store(out.data, bytes, row, first, M, K, K, C, W)
         B: tl.constexpr = OP.block[1]
         ROWS: tl.constexpr = OP.block[0]
@@ -623,15 +807,26 @@ def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, PAC
 
 
 @triton.jit
+def _trusted(v, factor, codes, scales, OP: tl.constexpr, B: tl.constexpr):
+    """ quant.trust_mask of strips v, times factor, that were rounded to codes. """
+    TOP: tl.constexpr = OP.value_grid.max
+    out = ()
+    for i in tl.static_range(len(v)):
+        clipped = (tl.abs(codes[i]) >= TOP) & (tl.abs(v[i] * factor) >= TOP * scales[i // B])
+        out = out + (clipped == 0,)
+    return out
+
+
+@triton.jit
 def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
-          MEASURE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+          MEASURE: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """
     Rotate, round and store strips v of some lines, from position `first` of each line of `length` -> the
     rounded values. With MEASURE nothing is stored but the largest magnitude.
     """
     OP: tl.constexpr = SIDE.op
     n: tl.constexpr = SIDE.turn
-    v, factor = _turn(v, at, SIDE.signs, n)
+    v, factor = _turn(v, at, SIDE.signs, n, C)
     if MEASURE:
         a = _maximum(v, 0, W) * _magnitude(factor)
         tl.atomic_max(amax_ptr + PLACE, tl.max(a.to(tl.int32, bitcast=True)))
@@ -640,16 +835,20 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
             length = (length + n - 1) // n * n
         codes, inners, outer = v, v, v[0]
         if OP is not None:
+            B: tl.constexpr = OP.block[1] if OP.scale != "none" else W
             amax = 0.0
             if OP.outer == TENSOR:
                 amax = tl.load(amax_ptr + PLACE).to(tl.float32, bitcast=True)
             group = line[:, None] * ((length + 7) // 8) + (first // 8 + tl.arange(0, C) * (W // 8))[None, :]
             codes, scales, inners, outer = _round(v, at, group.to(tl.uint32), amax, factor, OP, SIDE.noise,
-                                                  PACKED)
-            v = _times(codes, scales, OP.block[1])
+                                                  out.inner is not None)
+            if out.trust is not None:
+                trusted = _trusted(v, factor, codes, scales, OP, B)
+                _store(out.trust, trusted, line, first, lines, length, length, C, W)
+            v = _times(codes, scales, B)
         elif n > 0:
             v = _times(v, (factor,), W)
-        _write(out, v, codes, inners, outer, line, first, lines, length, OP, PACKED, C, W)
+        _write(out, v, codes, inners, outer, line, first, lines, length, OP, C, W)
     return v
 
 
@@ -657,7 +856,7 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
 def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, lines, amax_ptr, counter_ptr,
                  layer,
                  ROW: tl.constexpr, COL: tl.constexpr, EXTRA: tl.constexpr, ALIGN: tl.constexpr,
-                 MEASURE: tl.constexpr, PACKED: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+                 MEASURE: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, FORMATS: tl.constexpr):
     """ See round_pair. Program (i, j) has the tile from row 128 i and column 128 j on. """
     C: tl.constexpr = 128 // W
     C2: tl.constexpr = 128 // W2
@@ -675,7 +874,7 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
         rounded = x
         if ROW is not None and (MEASURE != "col" or ALIGN):
             rounded = _side(_cast(x, tl.float32), row_out, at, row, left, M, K, amax_ptr, 0, ROW,
-                            MEASURE == "row", PACKED, C, W)
+                            MEASURE == "row" or MEASURE == "both", C, W)
         halves = halves + (rounded if ALIGN else x,)
 
     if COL is not None and MEASURE != "row":
@@ -685,68 +884,77 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
             line = tl.load(line_ptr + line, line < K, lines)
         v = _cast(_transpose(_stack(halves[0], halves[1]), C, W, W2), tl.float32)
         if EXTRA is not None and MEASURE == "":
-            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False, PACKED, C2, W2)
-        _side(v, col_out, at, line, top, lines, M, amax_ptr, 1, COL, MEASURE == "col", PACKED, C2, W2)
+            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False, C2, W2)
+        _side(v, col_out, at, line, top, lines, M, amax_ptr, 1, COL, MEASURE == "col" or MEASURE == "both",
+              C2, W2)
 
 
 def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | None, col_out: Out | None,
                counter: Tensor, layer: int, align: bool = False, keep: Tensor | None = None,
-               lines: Tensor | None = None, extra: Side | None = None, extra_out: Out | None = None,
-               packed: bool = False):
+               lines: Tensor | None = None, extra: Side | None = None, extra_out: Out | None = None):
     """
     One pass over x: rounded along its rows, and transposed and rounded along its columns.
 
     in    x         (M, K) contiguous, any float dtype
           row, col  what to do in each orientation, None for not wanted
           counter   int64 (4,), quant.Counter.state, read on the device; layer, see quant.random_words
-          align     the columns start from the rounded rows instead of from x
+          align     the columns start from the rounded rows instead of from x: where these are rotated, from
+                    rows in rotated coordinates, of which there may be more than K
           keep      int16 (K,), -1, or 0 for a column that counts as zero, whatever it holds
           lines     int64 (K,), where column k of x is a row of col_out and has the noise of that row; else k
           extra     one more rounding of the transposed side, from before its rotation
     out   row_out   (M, K) and col_out, extra_out (K, M), see Out; K and M rounded up to whole rotations
+
+    A scale for the whole tensor needs its largest magnitude first: one more pass, or two with align.
 
     source  the operands of TetraJet-v2, arXiv 2510.27527
     """
     M, K = x.shape
     if M == 0 or K == 0:
         return
-    for side in (row, col, extra):
+    packed = [out is not None and out.inner is not None for out in (row_out, col_out, extra_out)]
+    for side, codes in zip((row, col, extra), packed):
         if problem := side and side.op and no_kernel(side.op):
             raise ValueError(f"{problem}: use the reference back end")
+        if problem := codes and no_codes(side.op):
+            raise ValueError(f"{problem}: use the emulate back end")
     apart = [extra] if lines is None else [extra, col]
     if problem := next((no_lines(side.op) for side in apart if side and side.op and no_lines(side.op)), ""):
         raise ValueError(f"{problem}: use the reference back end")
-    sides = [side for side in (row, col) if side and side.op and side.op.outer == TENSOR]
+    sides = [side for side in (row, col) if side and side.op and side.op.outer == quant.TENSOR]
     amax = torch.zeros(2, dtype=torch.int32, device=x.device) if sides else None
     halves, keep_to = _pairs(x), keep
     if keep is not None and halves is not x:
         keep_to = keep.view(torch.int32)
     row_to, col_to, extra_to = (out and out._replace(data=_pairs(out.data))
                                 for out in (row_out, col_out, extra_out))
-    rows = K if lines is None else col_out.data.shape[0]
+    rows = K
+    if lines is not None:
+        rows = col_out.data.shape[0]
+    elif align and row and row.turn:
+        rows = triton.cdiv(K, row.turn) * row.turn
 
     def launch(measure: str):
         # 128 registers let two programs share a multiprocessor; codes and scales need more
         _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
             halves, M, K, row_to, col_to, extra_to, keep_to, lines, rows, amax, counter, layer,
-            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, PACKED=packed, W=_width(row),
-            W2=_width(col, extra), num_warps=8, maxnreg=None if packed else 128, enable_fp_fusion=False)
+            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, W=_width(row), W2=_width(col, extra),
+            FORMATS=FORMATS, num_warps=8, maxnreg=None if any(packed) else 128, enable_fp_fusion=False)
 
-    # a scale for the whole tensor needs a look at all of it first
+    both = len(sides) == 2 and not align
     for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):
         if side in sides:
-            launch(name)
-            if packed:
-                largest, top = amax[place].view(torch.float32), 6 * 16 / 17 if side.op.rule == "17/16" else 6
-                scale = largest / largest.new_full((), 448.0) / largest.new_full((), top)
-                scale = torch.where(largest < TINY.value, 1.0, scale)
-                out.outer.copy_(torch.where(largest.isfinite(), scale, torch.nan))
+            if not both or name == "row":
+                launch("both" if both else name)
+            if packed[place]:
+                out.outer.copy_(quant.outer_scale(amax[place].view(torch.float32), side.op))
     launch("")
 
 
 def _width(*sides: Side | None) -> int:
-    """ Values in a strip: a whole block and a whole rotation of each side. """
-    return max([16] + [max(side.turn, side.op.block[1] if side.op else 0) for side in sides if side])
+    """ Values in a strip: a whole block of each side, and a whole rotation if it is not too wide. """
+    blocks = [side.op.block[1] for side in sides if side and side.op and side.op.scale != "none"]
+    return max([16] + blocks + [min(side.turn, WIDEST) for side in sides if side])
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -757,15 +965,25 @@ def _pairs(x: Tensor) -> Tensor:
 
 def no_kernel(op) -> str:
     """ Why no kernel rounds like this Operand, or "". """
-    if op.grid not in ("e2m1", "e4m3") or op.rule == "quest":
-        return f"no kernel for {op.grid if op.rule != 'quest' else 'rule quest'}"
-    if op.block not in ((1, 16), (16, 16), (1, 32)):
+    if op.rounding not in ("rtn", "sr", "eden") or op.rule not in RULES:
+        return f"no kernel for rounding {op.rounding} with scales by rule {op.rule}"
+    if op.scale != "none" and op.block not in ((1, 16), (16, 16), (1, 32)) or op.block[0] not in (1, 16):
         return f"no kernel for blocks of {op.block[0]}x{op.block[1]}"
-    if op.scale == "e4m3" and (op.grid != "e2m1" or op.outer not in (TILE, -1)):
-        return f"no kernel for E4M3 scales of {op.grid} values with outer scales over {op.outer}"
+    if op.scale != "e8m0" and op.outer not in (TILE, quant.TENSOR):
+        return f"no kernel for {op.scale} scales with outer scales over {op.outer}"
+    if op.rule == "4/6" and op.stochastic:
+        return "no kernel for rule 4/6 with stochastic rounding"
+    if op.rule in ("eden", "quest") and op.block[0] > 1:
+        return f"no kernel for rule {op.rule} in squares"
     if op.hadamard > TILE:
         return f"no kernel rotates {op.hadamard} values"
     return ""
+
+
+def no_codes(op) -> str:
+    """ Why its codes and scales are not written, or "". """
+    without = op.scale == "none" or op.rule == "3/4"
+    return f"no codes under scales of {op.scale} by rule {op.rule}" if without else ""
 
 
 def no_lines(op) -> str:
@@ -775,35 +993,124 @@ def no_lines(op) -> str:
 
 
 # -----------------------------------------------------------------------------
-# OsciReset: one step of a window
+# codes and scales -> values
 
 
 @triton.jit
-def _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, ROWS: tl.constexpr, OUTER: tl.constexpr):
-    """ Inner times outer scale of values of 1x16 or 16x16 blocks with E4M3 scales. """
-    byte = tl.load(inner_ptr + row // ROWS * blocks + k // 16).to(tl.int32)
-    normal = ((byte + (120 << 3)) << 20).to(tl.float32, bitcast=True)
-    inner = tl.where(byte < 8, byte.to(tl.float32) * 2.0**-9, normal)
-    if OUTER == TENSOR:
-        outer = tl.load(outer_ptr)
+def _decode(code, FORM: tl.constexpr):
+    """ quant.decode: codes without sign -> float32. """
+    MBITS: tl.constexpr = FORM.mbits
+    normal = ((code + ((FORM.emin + 126) << MBITS)) << (23 - MBITS)).to(tl.float32, bitcast=True)
+    return tl.where(code < (1 << MBITS), code.to(tl.float32) * 2.0 ** (FORM.emin - MBITS), normal)
+
+
+@triton.jit
+def _grid_value(code, OP: tl.constexpr):
+    """ quant.grid_value. """
+    FORM: tl.constexpr = OP.value_grid
+    magnitude = _decode(code & ((1 << (OP.bits - 1)) - 1), FORM)
+    return tl.where(code >> (OP.bits - 1) != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP: tl.constexpr):
+    """ Inner times outer scale of values at (row, k). """
+    ROWS: tl.constexpr = OP.block[0]
+    byte = tl.load(inner_ptr + row // ROWS * blocks + k // OP.block[1]).to(tl.int32)
+    if OP.scale_grid is None:
+        # the byte of a power of two is its exponent. At the ends these bits are 0 and Inf where the scale is
+        # 2^-127 and NaN: times the code, which is 0 there, the same
+        scale = (byte << 23).to(tl.float32, bitcast=True)
     else:
-        outer = tl.load(outer_ptr + row // ROWS * outers + k // OUTER)
-    return inner * outer
+        FORM: tl.constexpr = OP.scale_grid
+        scale = _decode(byte, FORM)
+    if OP.outer == TENSOR:
+        scale = scale * tl.load(outer_ptr)
+    elif OP.outer > 0:
+        scale = scale * tl.load(outer_ptr + row // ROWS * outers + k // OP.outer)
+    return scale
 
 
 @triton.jit
-def _grid_value(code):
-    """ quant.grid_value of E2M1 codes. """
-    magnitude = code & 7
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5,
-                     ((magnitude + (126 << 1)) << 22).to(tl.float32, bitcast=True))
-    return tl.where(code >= 8, -value, value)
+def _unpack_kernel(code_ptr, inner_ptr, outer_ptr, out_ptr, M, K, stride, blocks, outers, OP: tl.constexpr,
+                   FORMATS: tl.constexpr):
+    PER_BYTE: tl.constexpr = 8 // OP.bits
+    row = (tl.program_id(0).to(tl.int64) * 8 + tl.arange(0, 8))[:, None]
+    k = (tl.program_id(1) * 256 + tl.arange(0, 256))[None, :]
+    inside = (row < M) & (k < K)
+    row, k = tl.where(row < M, row, 0), tl.where(k < K, k, 0)
+    byte = tl.load(code_ptr + row * (stride // PER_BYTE) + k // PER_BYTE).to(tl.int32)
+    if PER_BYTE == 2:
+        byte = tl.where(k % 2 == 0, byte & 15, byte >> 4)
+    value = _grid_value(byte, OP) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP)
+    tl.store(out_ptr + row * K + k, value.to(out_ptr.dtype.element_ty), inside)
+
+
+def unpack(packed: Out, op, K: int, dtype: torch.dtype) -> Tensor:
+    """ Codes and scales -> values (rows, K) as round_pair would have stored them; -0 is 0 there. """
+    M = packed.data.shape[0]
+    out = torch.empty(M, K, dtype=dtype, device=packed.data.device)
+    if M and K:
+        outers = packed.outer.shape[1] if packed.outer is not None and packed.outer.dim() else 0
+        _unpack_kernel[(triton.cdiv(M, 8), triton.cdiv(K, 256))](
+            packed.data, packed.inner, packed.outer, out, M, K, packed.stride, packed.inner.shape[1], outers,
+            OP=op, FORMATS=FORMATS, enable_fp_fusion=False)
+    return out
+
+
+# -----------------------------------------------------------------------------
+# gradients in the coordinates of a rotated forward pass
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, layer, n: tl.constexpr,
+                      STREAM: tl.constexpr, TURNED: tl.constexpr, W: tl.constexpr):
+    C: tl.constexpr = 128 // W
+    top, left = tl.program_id(0).to(tl.int64) * 64, tl.program_id(1).to(tl.int64) * 128
+    zero = layer.to(tl.uint32) * 0
+    at = (tl.load(counter_ptr), zero, zero, zero)
+    row = top + tl.arange(0, 64)
+    given = length if TURNED else K
+    v = _cast(_load(x_ptr, row, left, M, given, given, None, C, W), tl.float32)
+    if not TURNED:
+        v, factor = _turn(v, at, STREAM, n, C)
+        v = _times(v, (factor,), W)
+    if trust_ptr is not None:
+        trust = _cast(_load(trust_ptr, row, left, M, length, length, None, C, W), tl.float32)
+        out = ()
+        for i in tl.static_range(W):
+            out = out + (v[i] * trust[i],)
+        v = out
+    # the Hadamard matrix is its own inverse; the signs come last
+    v, factor = _turn(v, at, PLAIN, n, C)
+    v = _flip(_times(v, (factor,), W), at, STREAM, n, C)
+    _store(out_ptr, v, row, left, M, K, K, C, W)
+
+
+def turn_back(x: Tensor, trust: Tensor | None, side: Side, K: int, turned: bool, counter: Tensor) -> Tensor:
+    """
+    quant._turn_back: a gradient (M, K), or, if turned, (M, K up to whole rotations) in the coordinates of the
+    forward pass, whose Side this is -> the gradient (M, K) in its own; zero where trust, in those
+    coordinates, is false.
+    """
+    M, n = x.shape[0], side.turn
+    out = x.new_empty(M, K)
+    if M and K:
+        length, W = triton.cdiv(K, n) * n, max(16, min(n, WIDEST))
+        _turn_back_kernel[(triton.cdiv(M, 64), triton.cdiv(length, TILE))](
+            x, trust, out, M, K, length, counter, 0, n=n, STREAM=side.signs, TURNED=turned, W=W, num_warps=4,
+            enable_fp_fusion=False)
+    return out
+
+
+# -----------------------------------------------------------------------------
+# OsciReset: one step of a window
 
 
 @triton.jit(do_not_specialize=["tau"])
 def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_outer_ptr, columns_ptr,
                   last_w_ptr, excess_ptr, flags_ptr, counts_ptr, N, n, K, blocks, outers, tau,
-                  ROWS: tl.constexpr, OUTER: tl.constexpr, BLOCK: tl.constexpr):
+                  OP: tl.constexpr, FORMATS: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e // n < N
     # places beyond the end repeat the first: nothing of them is stored or counted
@@ -815,9 +1122,8 @@ def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_ou
     last = flags & 15
 
     # the two distances
-    now = _grid_value(code) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, ROWS, OUTER)
-    before = _grid_value(last) * _scale_of(last_inner_ptr, last_outer_ptr, row, k, blocks, outers, ROWS,
-                                           OUTER)
+    now = _grid_value(code, OP) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP)
+    before = _grid_value(last, OP) * _scale_of(last_inner_ptr, last_outer_ptr, row, k, blocks, outers, OP)
     moved = w - last_w
     excess = tl.load(excess_ptr + e, inside, 0.0) + (tl.abs(now - before) - tau * tl.abs(moved))
 
@@ -837,9 +1143,9 @@ def _track_kernel(w_ptr, code_ptr, inner_ptr, outer_ptr, last_inner_ptr, last_ou
     tl.atomic_add(counts_ptr + 1, tl.sum(reversal.to(tl.int64)))    # places beyond the end have no history
 
 
-def track(w: Tensor, code: Tensor, inner: Tensor, outer: Tensor, last_inner: Tensor, last_outer: Tensor,
-          columns: Tensor | None, last_w: Tensor, excess: Tensor, flags: Tensor, counts: Tensor, tau: float,
-          op):
+def track(w: Tensor, code: Tensor, inner: Tensor, outer: Tensor | None, last_inner: Tensor,
+          last_outer: Tensor | None, columns: Tensor | None, last_w: Tensor, excess: Tensor, flags: Tensor,
+          counts: Tensor, tau: float, op):
     """
     One step of osci.Window.advance for all tracked weights, in one pass and in place, bit for bit.
 
@@ -848,8 +1154,8 @@ def track(w: Tensor, code: Tensor, inner: Tensor, outer: Tensor, last_inner: Ten
     out   last_w, excess, flags (N, n) and counts (flips, reversals), which it adds to
     """
     n, BLOCK = last_w.shape[1], 1024
-    outers = 0 if outer.dim() == 0 else outer.shape[1]
+    outers = outer.shape[1] if outer is not None and outer.dim() else 0
     _track_kernel[(triton.cdiv(last_w.numel(), BLOCK),)](
         w, code, inner, outer, last_inner, last_outer, columns, last_w, excess, flags, counts, w.shape[0], n,
-        w.shape[1], inner.shape[1], outers, tau, ROWS=op.block[0], OUTER=op.outer, BLOCK=BLOCK,
+        w.shape[1], inner.shape[1], outers, tau, OP=op, FORMATS=FORMATS, BLOCK=BLOCK,
         enable_fp_fusion=False)

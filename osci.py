@@ -45,8 +45,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant import (E2M1, E8M0_SMALLEST, RESET_CHOICE, TENSOR, Quantized, QuantLinear, decode, grid_value,
-                   own_rows, quantize, random_subset)
+from quant import (E2M1, E8M0_SMALLEST, RESET_CHOICE, TENSOR, Operand, Quantized, QuantLinear, decode,
+                   grid_value, own_rows, quantize, random_subset)
 
 MODES = ("watch", "full", "topk", "edge", "random", "nearest")
 NEAR = 0.1       # of the gap: how close to a threshold a weight must be to count as near it in the report
@@ -61,13 +61,26 @@ THRESHOLDS = [((low + high) / 2, high - low) for low, high in zip(_VALUES, _VALU
 # one layer's weight and its rounding
 
 
+def has_kernel(backend: str, op: Operand) -> bool:
+    """ Whether kernels.py rounds a weight to codes, and follows them from step to step. """
+    if backend == "reference":
+        return False
+    from kernels import no_codes
+    return no_codes(op) == ""
+
+
 def rounded_weight(layer: QuantLinear) -> tuple[Tensor, Quantized]:
     """
     The weight, float32 (N, K), outlier columns zero: of it, the rows that this process holds. And what the
     forward pass rounds it to. That is Q2 of the weight itself, unless a remedy has put a stand-in in its
     place, which rounds to other codes.
     """
-    q = quantize(layer.forward_weight().detach().float(), layer.recipe.y_w)
+    w, op = layer.forward_weight().detach().float(), layer.recipe.y_w
+    if has_kernel(layer.backend, op):
+        from fused import quantized
+        q = quantized(w, op)
+    else:
+        q = quantize(w, op)
     w = own_rows(layer.weight).detach().float()
     return w.index_fill(1, layer.channels, 0.0) if layer.split else w, q
 
@@ -217,7 +230,7 @@ class Window:
     def advance(self, w: Tensor, q: Quantized, tau: float, backend: str = "reference"):
         """ Add one step: the layer's weight is now w, and rounds to q. """
         changed = (q.inner != self.inner).sum()
-        if backend != "reference" and q.operand.scale == "e4m3":
+        if has_kernel(backend, q.operand):
             from kernels import track
             track(w, q.code, q.inner, q.outer, self.inner, self.outer, self.columns, self.w, self.excess,
                   self.flags, self.counts, tau, q.operand)

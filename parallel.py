@@ -161,9 +161,9 @@ class Ranks:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
             mesh = init_device_mesh(self.device.type, (self.world,))
+            if compiled:
+                compile_blocks(model)
             for block in model.blocks:
-                if compiled:
-                    block.forward = in_training(block, torch.compile(block.forward, dynamic=False))
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             # the rest too gives its memory back, so that outside a forward pass every weight is in parts
             fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -269,6 +269,16 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def compile_blocks(model: nn.Module, **options):
+    """
+    Compile the forward of all blocks as one: they differ in the numbers of their layers alone. To torch a
+    number on a module is a constant unless told otherwise, and after eight blocks it gives up compiling more.
+    """
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    for block in model.blocks:
+        block.forward = in_training(block, torch.compile(block.forward, **options))
 
 
 def in_training(module: nn.Module, compiled: Callable) -> Callable:

@@ -38,10 +38,10 @@ is the mean over runs of what train.py logged, which leaves evaluation out."""
 FP4, BF16 = "val_loss_fp4", "val_loss_bf16"
 
 # knobs that say where a run lies, how it was interrupted and how often it wrote, not what it computed
-IDLE = "out|name|seed|overwrite|stop_at|dry_run|log_every|eval_every|save_every|sample_tokens"
+IDLE = "out|name|seed|overwrite|stop_at|dry_run|log_every|eval_every|save_every|sample_tokens|wandb"
 # what else may differ between a run and the bf16 run that it is compared with
 PRECISION = ("recipe|quantizers|keep|keep_last|bf16_forward|rotate|rotate_size|block_.|scale_rule|backward|"
-             "outer|align|outlier_.*|osci|osci_.*|backend|device|parallel|compile|micro_batch")
+             "outer|align|outlier_.*|osci|osci_.*|backend|device|parallel|compile|recompute|micro_batch")
 
 # title; unit of y; what y shows: 0 (zero, gap), all but the first losses (late, gap); kind of curve -> column
 PANELS = (
@@ -128,12 +128,19 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+# the knobs that are looked at one by one
+NEEDED = {"seed": int, "steps": int, "batch_tokens": int, "recipe": str}
+
+
 def read_run(folder: Path) -> Run:
+    path = folder / "config.json"
+    text = read(path)
     try:
-        config = json.loads(read(folder / "config.json"))
-        config["seed"], config["steps"], config["batch_tokens"], config["recipe"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise PlotError(f"{folder / 'config.json'} is not the config of a run")
+        config = json.loads(text)
+    except (ValueError, RecursionError):        # no JSON, a number of 5,000 digits; too deep
+        config = None
+    if not isinstance(config, dict) or any(type(config.get(k)) is not kind for k, kind in NEEDED.items()):
+        raise PlotError(f"{path} is not the config of a run")
     return Run(folder, folder.resolve().name, config, read_rows(folder / "metrics.csv"))
 
 
@@ -331,7 +338,11 @@ def experiment(folder: Path) -> tuple[str, list]:
 def results(root: Path):
     """ All experiments; nothing is written before everything is read. """
     readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    try:
+        text = readme.read_text(encoding="utf-8") if readme.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    except UnicodeDecodeError:
+        # replacing what cannot be read would lose it when the file is written again
+        raise PlotError(f"{readme} is not UTF-8: convert it") from None
     before, _, rest = text.partition(BEGIN)
     if text.count(BEGIN) != 1 or rest.count(END) != 1:
         raise PlotError(f"{readme} needs these two lines, once each and in this order: {BEGIN} and {END}")

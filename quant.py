@@ -47,6 +47,11 @@ class Grid:
     mbits: int
     max: float
 
+    @property
+    def emax(self) -> int:
+        """ Exponent of the largest binade. """
+        return math.floor(math.log2(self.max))
+
 
 GRIDS = {
     "e2m1": Grid(emin=0, mbits=1, max=6.0),         # FP4: 0 .5 1 1.5 2 3 4 6
@@ -262,6 +267,8 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
 TENSOR = -1                # Operand.outer: one outer scale for the whole tensor
 TINY = 2.0**-100           # a block whose largest magnitude is below this counts as all zeros
 E8M0_SMALLEST = 2.0**-127  # E8M0 has no zero: a block of zeros stores this
+QUEST_TOP = 2.92247856     # rule quest: the root mean squares that the largest grid value stands for
+NORMAL_GAIN = 1.009276     # rule 3/4, rtn: makes up for what rounding shortens
 
 
 RULES = {                  # format of the inner scale -> how it can be rounded
@@ -345,6 +352,31 @@ class Operand:
             raise ValueError(f"hadamard is 0 or a power of two, not {self.hadamard}")
 
     @property
+    def value_grid(self) -> Grid:
+        return GRIDS[self.grid]
+
+    @property
+    def bits(self) -> int:
+        """ Of a value's code. """
+        return 4 if self.grid in NIBBLES else 8
+
+    @property
+    def scale_grid(self) -> Grid | None:
+        """ That of the inner scales; None where they have no mantissa. """
+        return SCALES.get(self.scale)
+
+    @property
+    def head_room(self) -> float:
+        """ The part of the largest grid value that a block's maximum is meant to land on. """
+        with_noise = 16 / 17 if self.stochastic else 1.0
+        return {"17/16": 16 / 17, "4/6": with_noise, "eden": 16 / 17 / 0.93}.get(self.rule, 1.0)
+
+    @property
+    def reach(self) -> float:
+        """ The largest inner scale, under an outer one; 4/6 and eden leave room to make it larger. """
+        return 256.0 if self.rule in ("4/6", "eden") else self.scale_grid.max if self.scale_grid else 1.0
+
+    @property
     def stochastic(self) -> bool:
         """ Whether it takes noise: sr one number for each value, eden one for each block, its first. """
         return self.rounding in ("sr", "eden")
@@ -380,14 +412,14 @@ class Quantized:
 
     def bits_per_value(self) -> float:
         """ Storage, all scales counted: 4.75 for the double block on whole blocks. """
-        element = 4 if self.operand.grid in NIBBLES else 8
+        element = self.operand.bits
         inner = 0 if self.operand.scale == "none" else 8 * self.inner.numel()
         outer = 0 if self.outer is None else 32 * self.outer.numel()
         return element + (inner + outer) / max(1, self.code.numel())
 
 
 def _sign_bit(op: Operand) -> int:
-    return 3 if op.grid in NIBBLES else 7
+    return op.bits - 1
 
 
 def grid_value(code: Tensor, op: Operand) -> Tensor:
@@ -464,7 +496,7 @@ def _round(x: Tensor, op: Operand, noise: Tensor | None) -> tuple[Tensor, Tensor
     if op.rounding == "eden":
         inner = _eden(blocks, c, inner, outer, op, noise)
     if op.rule == "3/4" and not op.stochastic:
-        outer = outer * 1.009276
+        outer = outer * NORMAL_GAIN
     return _from_blocks(c, x.shape), inner, outer
 
 
@@ -489,11 +521,7 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand, top: float = 0.0) -> tupl
     Blocks (R, rows, C, columns) and their maxima (R, C) -> inner scales (R, C) and outer scales, float32.
     top is the grid value that a block's maximum goes to, 0 for the rule's own.
     """
-    grid_max = GRIDS[op.grid].max
-    head_room = {"17/16": 16 / 17, "4/6": 16 / 17 if op.stochastic else 1.0, "eden": 16 / 17 / 0.93}
-    head_room = head_room.get(op.rule, 1.0)
-    outer_top, top = grid_max * head_room, (top or grid_max) * head_room
-
+    grid_max, grid = op.value_grid.max, op.scale_grid
     # the largest magnitude that each block shares a fate with:
     # if it is not finite all is NaN, if it is tiny all is 0
     if op.outer == TENSOR:
@@ -510,20 +538,22 @@ def _scales(blocks: Tensor, amax: Tensor, op: Operand, top: float = 0.0) -> tupl
         outer = amax.new_full((), 4 / 3) if op.rule == "3/4" else None
         return torch.where(fate.isfinite(), _power_of_two(blocks, amax, op), math.nan), outer
 
-    outer, grid = None, SCALES.get(op.scale)
-    if op.outer:
-        # the largest inner scale; 4/6 and eden leave room for one that is made larger
-        reach = 1.0 if grid is None else 256.0 if op.rule in ("4/6", "eden") else grid.max
-        outer = torch.where(outer_amax < TINY, 1.0, _over(_over(outer_amax, reach), outer_top))
-        outer = torch.where(outer_amax.isfinite(), outer, math.nan)
-        amax = amax / _spread(outer, amax.shape, op)
+    outer = outer_scale(outer_amax, op) if op.outer else None
     if grid is None:
         return torch.ones_like(amax), outer
-    inner = round_to_grid(_over(amax, top), grid, up=op.rule == "up")
+    if op.outer:
+        amax = amax / _spread(outer, amax.shape, op)
+    inner = round_to_grid(_over(amax, (top or grid_max) * op.head_room), grid, up=op.rule == "up")
     if op.stochastic:
         inner = inner.clamp(min=2.0 ** (grid.emin - grid.mbits))
     # where an outer scale carries the NaN, the inner one stays an ordinary number
     return torch.where(fate.isfinite(), inner, math.nan if outer is None else 0.0), outer
+
+
+def outer_scale(amax: Tensor, op: Operand) -> Tensor:
+    """ The outer scales for these largest magnitudes, float32, any shape; NaN for what is not finite. """
+    outer = _over(_over(amax, op.reach), op.value_grid.max * op.head_room)
+    return torch.where(amax.isfinite(), torch.where(amax < TINY, 1.0, outer), math.nan)
 
 
 def _power_of_two(blocks: Tensor, amax: Tensor, op: Operand) -> Tensor:
@@ -538,9 +568,9 @@ def _power_of_two(blocks: Tensor, amax: Tensor, op: Operand) -> Tensor:
         unit = binade(amax)
         near_1 = blocks / unit.clamp(min=TINY)[:, None, :, None]
         rms = _over(_sum(near_1.square()), op.block[0] * op.block[1]).sqrt()
-        inner = binade(rms * (2.92247856 / grid_max)) * unit
+        inner = binade(rms * (QUEST_TOP / grid_max)) * unit
     else:
-        inner = binade(amax) * 2.0 ** -math.floor(math.log2(grid_max))
+        inner = binade(amax) * 2.0**-op.value_grid.emax
     return inner.clamp(min=E8M0_SMALLEST)
 
 
@@ -694,8 +724,7 @@ def unpack(packed: Tensor, K: int) -> Tensor:
 # -----------------------------------------------------------------------------
 # 3  the linear
 
-BACKENDS = ("reference", "emulate", "native")
-KERNEL_RULES = ("nearest", "up", "17/16", "ceil", "floor", "quest")    # quest is kernels.py's to refuse
+BACKENDS = ("reference", "emulate", "packed", "native")
 
 
 @dataclass(frozen=True)
@@ -757,23 +786,6 @@ class Recipe:
         """ The same recipe with every quantizer off but these (1..6). """
         return replace(self, **{f.name: None for i, f in enumerate(fields(self)[:6], 1) if i not in numbers})
 
-    def no_kernel(self) -> str:
-        """ What of this recipe the reference alone computes, "" for nothing that is known here. """
-        if self.trust:
-            return "no kernel for trust masks"
-        if isinstance(self.outlier, str):
-            return f"no kernel for outlier channels in {self.outlier}"
-        for number, op in enumerate(self.operands, 1):
-            if op is None:
-                continue
-            if op.scale not in ("e4m3", "e8m0"):
-                return f"operand Q{number}: no kernel for scale {op.scale}"
-            if op.rule not in KERNEL_RULES:
-                return f"operand Q{number}: no kernel for rule {op.rule}"
-            if op.hadamard and (op.signs != "fresh" or number < 3):
-                return f"operand Q{number}: no kernel for {op.signs} signs"
-        return ""
-
     def spec(self) -> str:
         """ The recipe as JSON: hashable, comparable, and what a custom op can take as an argument. """
         return json.dumps(asdict(self))
@@ -786,14 +798,14 @@ class Recipe:
         return Recipe(**{k: Operand(**v) if isinstance(v, dict) else v for k, v in d.items()})
 
 
-def _rotation(a: Operand | None, b: Operand | None) -> int:
+def rotation(a: Operand | None, b: Operand | None) -> int:
     """ Size of the rotation that a GEMM's two operands share; it stays when one of them is not quantized. """
     return max(op.hadamard if op else 0 for op in (a, b))
 
 
-def _inherited(r: Recipe, op: Operand | None) -> int:
+def inherited(r: Recipe, op: Operand | None) -> int:
     """ Size of the forward's rotation in whose coordinates Q4 or Q6 finds its tensor. """
-    return _rotation(r.y_x, r.y_w) if op and r.align else 0
+    return rotation(r.y_x, r.y_w) if op and r.align else 0
 
 
 def _turn_back(grad: Tensor, signs: Tensor | None, turned: bool, trust: Tensor, K: int) -> Tensor:
@@ -853,7 +865,7 @@ class _Draws:
 
     def signs(self, a: Operand | None, b: Operand | None, stream: int = FIXED_SIGNS) -> Tensor | None:
         """ Of the rotation that operands a and b of a GEMM share; None where they are not rotated. """
-        size = _rotation(a, b)
+        size = rotation(a, b)
         kind = next((op.signs for op in (a, b) if op and op.hadamard), "")
         if kind == "fixed":
             start = self.counter.clone()
@@ -884,19 +896,18 @@ def linear_forward(
     layer: int,         # number of this layer, so that no two layers share random numbers
     recipe: str,        # Recipe.spec()
     save: bool,         # also return what backward needs
-    backend: str,       # reference, emulate or native; the latter two are fused.py's
+    backend: str,       # one of BACKENDS; all but the reference are fused.py's
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
     Y = X W^T -> y (T, N); then for backward: dx_w (K, N), dw_x (K, T), the FP8 rows of it (C, T), trust masks
     of X (T, K) and W (N, K), counter. What is not needed is empty; K is that of rotated X where X is rotated.
-    The native back end returns each of the three as one buffer of codes and scales.
+    The packed and native back ends return each of the three as one buffer of codes and scales.
     """
     r = Recipe.from_spec(recipe)
     if backend != "reference":
         import fused
-        run = fused.emulate_forward if backend == "emulate" else fused.native_forward
-        masks = [x.new_empty(0, dtype=torch.bool) for _ in range(2)]
-        return *run(r, x, weight, channels, counter, layer, save), *masks, counter.clone()
+        run = fused.native_forward if backend == "native" else fused.emulate_forward
+        return *run(r, x, weight, channels, counter, layer, save, backend), counter.clone()
     draws = _Draws(r, counter, layer)
     split, dtype = channels.numel() > 0, x.dtype
 
@@ -947,24 +958,21 @@ def _transpose(x: Tensor) -> Tensor:
 def _(x, weight, channels, counter, layer, recipe, save, backend):
     r = Recipe.from_spec(recipe)
     (T, K), N, C = x.shape, weight.shape[0], channels.shape[0]
-    K4, K6 = (K + (-K % size if size else 0) for size in (_inherited(r, r.dx_w), _inherited(r, r.dw_x)))
-    shapes = [(K4, N, r.dx_dy, r.dx_w), (K6, T, r.dw_dy, r.dw_x), (C, T, None, r.outlier if r.dw_x else None)]
+    if backend == "reference":
+        def rotated(n, a, b):
+            return n + (-n % size if (size := rotation(a, b)) else 0)
 
-    nothing = {"reference": torch.float32, "emulate": x.dtype, "native": torch.uint8}[backend]
-
-    def operand(i, rows, cols, a, b):
-        size = _rotation(a, b)
-        if not save or i == 2 and not C:
-            return x.new_empty(0, dtype=nothing)
-        if backend == "native":
-            import fused
-            return x.new_empty(fused.packed_bytes(rows, cols, fused.Side(b, size)), dtype=torch.uint8)
-        exact = backend == "reference" and (size or b or i == 2)
-        return x.new_empty(rows, cols + (-cols % size if size else 0),
-                           dtype=torch.float32 if exact else x.dtype)
-
-    saved = [operand(i, *shape) for i, shape in enumerate(shapes)]
-    width = K + (-K % turn if (turn := _rotation(r.y_x, r.y_w)) else 0)
+        # what is rounded or rotated is float32, the rest in the compute dtype
+        shapes = [(rotated(K, r.y_x, r.y_w) if inherited(r, b) else K, rotated(n, a, b), a, b)
+                  for n, a, b in ((N, r.dx_dy, r.dx_w), (T, r.dw_dy, r.dw_x))]
+        saved = [x.new_empty((rows, columns) if save else 0,
+                             dtype=torch.float32 if not save or b or rotation(a, b) else x.dtype)
+                 for rows, columns, a, b in shapes]
+        saved.append(x.new_empty((C, T) if save and C else 0, dtype=torch.float32))
+    else:
+        import fused
+        saved = [buffer for buffer, _ in fused.saved(r, x, N, C, save, backend)]
+    width = K + (-K % turn if (turn := rotation(r.y_x, r.y_w)) else 0)
     masks = [x.new_empty((rows, width) if r.trust and op and save else 0, dtype=torch.bool)
              for rows, op in ((T, r.y_x), (N, r.y_w))]
     return x.new_empty(T, N), *saved, *masks, torch.empty_like(counter)
@@ -991,21 +999,21 @@ def linear_backward(
     r = Recipe.from_spec(recipe)
     if backend != "reference":
         import fused
-        arguments = r, dy, dx_w, dw_x, dw_x8, channels, counter, layer, need_dx, need_dw
-        return (fused.emulate_backward(*arguments) if backend == "emulate" else
-                fused.native_backward(*arguments, K))
+        run = fused.native_backward if backend == "native" else fused.emulate_backward
+        return run(r, dy, dx_w, dw_x, dw_x8, trust_x, trust_w, channels, counter, layer, need_dx, need_dw, K,
+                   backend)
     draws = _Draws(r, counter, layer)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     signs = draws.signs(r.y_x, r.y_w)
     if need_dx:
         a = draws.rotate(dy, r.dx_dy, r.dx_w, DX_SIGNS)
         dx = _gemm(draws.round(a, 3, a.dtype), dx_w, bool(r.dx_dy or r.dx_w), dy.dtype)
-        dx = _turn_back(dx, signs, _inherited(r, r.dx_w) > 0, trust_x, K).to(dy.dtype)
+        dx = _turn_back(dx, signs, inherited(r, r.dx_w) > 0, trust_x, K).to(dy.dtype)
     if need_dw:
         dyt = _transpose(dy)
         a = draws.rotate(dyt, r.dw_dy, r.dw_x, DW_SIGNS)
         dw = _gemm(draws.round(a, 5, a.dtype), dw_x, bool(r.dw_dy or r.dw_x), dy.dtype)
-        dw = _turn_back(dw, signs, _inherited(r, r.dw_x) > 0, trust_w, K).to(dy.dtype)
+        dw = _turn_back(dw, signs, inherited(r, r.dw_x) > 0, trust_w, K).to(dy.dtype)
         if channels.numel():
             dy8 = draws.outlier(dyt, r.dw_dy, dy.dtype)
             dw = dw.index_copy(1, channels, _gemm(dy8, dw_x8, bool(r.dw_dy or r.dw_x), dy.dtype))
@@ -1068,7 +1076,8 @@ class QuantLinear(nn.Linear):
               own and advances it at every training forward, so that no two steps share their noise;
               activation checkpointing, which runs a forward twice, needs a shared one
     outliers  how many input channels OutControl will keep in recipe.outlier's format
-    backend   who computes: reference (this file, any device), emulate or native (fused.py, with Triton)
+    backend   who computes: reference (this file, any device), emulate, packed or native (fused.py, with
+              Triton)
 
     channels  buffer (outliers,) int64: those channels in ascending order, all -1 until they are chosen
     stand_in  None, or (N, K): what Q2 rounds in the place of the weight, which keeps the gradient.

@@ -47,7 +47,7 @@ try:
 except ImportError:     # Windows: there, nothing keeps two processes out of one folder
     fcntl = None
 
-from config import FREE, Config, ConfigError, need, parse, read_flag, short
+from config import FREE, Config, ConfigError, need, parse, read_flag, short, typed
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 SET_HERE = ("out", "name", "seed", "overwrite", "stop_at", "dry_run")
@@ -133,7 +133,9 @@ def read_list(path: Path) -> list[Run]:
     need(FOLDER.fullmatch(path.stem),
          f"{short(repr(path.stem))} is to name a folder: call the list something like sweeps/quickstart.txt")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = typed(path).decode("utf-8").splitlines()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; {LINE}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; type a list such as sweeps/quickstart.txt")
     except UnicodeDecodeError:
@@ -166,7 +168,8 @@ def read_list(path: Path) -> list[Run]:
 
 def text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        # a link to a device or a pipe has no end
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError:
         return ""
 

@@ -30,15 +30,17 @@ from pathlib import Path
 
 import torch
 
-from config import EMA_WARMUP, FREE, Config, ConfigError, load
+from config import EMA_WARMUP, FREE, Config, ConfigError, load, package, short
 from data import Corpus, DataError, open_corpus
-from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, checkpoints, commit, first_line,
-                  idle, late_switch, newest_checkpoint, pick_device, recipe_of, sample, val_losses)
+from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, check_tensors, checkpoints,
+                  commit, first_line, idle, late_switch, newest_checkpoint, pick_device, recipe_of, sample,
+                  val_losses)
 from osci import OsciReset, Report
 from outliers import OutControl
 from parallel import ALONE, Ranks, launched, leave, lost, one_voice, speaks, start
 from quant import TENSOR, QuantLinear, Recipe, own_rows
 from remedies import Dampen, Freeze, QEma
+from tracker import ID, Tracker
 
 # what OsciReset, or what takes its place, reports of a window (osci.Report.row), summed over layers
 OSCI = ("tracked", "flips", "reversals", "single", "reset", "reset_single", "reset_never", "refused",
@@ -52,6 +54,7 @@ SPEED = {
     "reference": "backend reference: FP4 is emulated, the numbers are those of the format "
                  "and the speed is not",
     "emulate": "backend emulate: fused kernels round to FP4, bf16 tensor cores multiply",
+    "packed": "backend packed: as emulate, and what backward needs is kept as codes, in less memory",
     "native": "backend native: fused kernels round to FP4, FP4 tensor cores multiply",
 }
 
@@ -67,12 +70,13 @@ class TrainingError(RuntimeError):
 class Run:
     """ The folder out/<name>: what a run writes, and how it finds itself again. """
 
-    OURS = re.compile(r"ckpt_\d{9}\.(pt|tmp)|config\.json(\.tmp)?|metrics\.csv(\.tmp)?|log\.txt")
+    OURS = re.compile(r"ckpt_\d{9}\.(pt|tmp)|(config\.json|metrics\.csv)(\.tmp)?|log\.txt|" + re.escape(ID))
 
     def __init__(self, cfg: Config, writes: bool = True):
         self.folder = Path(cfg.out) / cfg.name
         self.writes = writes                               # else it says and writes nothing: one rank does
         self.lock = None
+        self.tracker: Tracker | None = None                # of --wandb
         self.last_good: Path | None = None                 # the checkpoint loaded or written last
         self.warned = False
 
@@ -89,8 +93,8 @@ class Run:
             self._lock()
             leftovers = [*self.folder.glob("*.tmp")]       # of a run that was killed while saving
             if cfg.overwrite:
-                leftovers += [*checkpoints(self.folder), self.folder / "config.json",
-                              self.folder / "metrics.csv"]
+                leftovers += [*checkpoints(self.folder),
+                              *(self.folder / name for name in ("config.json", "metrics.csv", ID))]
                 (self.folder / "log.txt").write_text("")
             for path in leftovers:
                 if self.OURS.fullmatch(path.name) and path.is_file():
@@ -138,9 +142,10 @@ class Run:
 
     def _has_row(self, step: int) -> bool:
         """ Whether metrics.csv ends with the whole row of this step. """
-        with suppress(FileNotFoundError):
+        path = self.folder / "metrics.csv"
+        if path.is_file():
             # half a row has no newline behind it
-            rows = (self.folder / "metrics.csv").read_bytes().split(b"\n")[:-1]
+            rows = path.read_bytes().split(b"\n")[:-1]
             return any(row.startswith(b"%d," % step) and row.count(b",") == len(COLUMNS) - 1
                        for row in rows[-1:])
         return False
@@ -159,7 +164,9 @@ class Run:
         except OSError:                                                    # a file system without locks
             pass
 
-    def close(self):
+    def close(self, code: int):
+        if self.tracker:
+            self.tracker.close(code)
         if self.lock:
             self.lock.close()
 
@@ -168,6 +175,8 @@ class Run:
         path = self.folder / "metrics.csv"
         kept = [",".join(COLUMNS)]
         try:
+            if not path.is_file():      # nor a link to a device, which has no end
+                raise FileNotFoundError
             for line in path.read_text(encoding="utf-8").splitlines():
                 # a row that was cut off when the run was killed, or with other columns, is no row
                 number, *others = line.split(",")
@@ -214,6 +223,8 @@ class Run:
             return
         shown = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in (values.get(c, "") for c in COLUMNS)]
         self._append("metrics.csv", ",".join(shown) + "\n")
+        if self.tracker:
+            self.tracker.row({name: float(text) for name, text in zip(COLUMNS, shown) if text})
 
     def save(self, state: dict) -> bool:
         """
@@ -368,15 +379,29 @@ class Trainer:
             raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens of "
                               f"{state['vocab_size']} ids and the data now has {tokens:,} of {vocab}; type "
                               "--data=DIR of the same data, or --name=ANOTHER for a new run")
+        if state["step"] > self.cfg.steps:
+            raise ConfigError(f"the checkpoint is of step {short(str(state['step']))} and the run has "
+                              f"{self.cfg.steps}; type --name=ANOTHER, or --overwrite to start anew")
         try:
+            check_tensors(state["model"], self.model.state_dict())
+            saved, ours = state["optimizer"]["param_groups"], self.optimizer.state_dict()["param_groups"]
+            if [group["params"] for group in saved] != [group["params"] for group in ours]:
+                raise ValueError("its optimizer is for other weights")
+            # how Adam is set is our config's to say, but for the rate, which each step sets
+            groups = [mine | {"lr": float(group["lr"])} for mine, group in zip(ours, saved)]
+            if any((t.dtype, t.layout) != (torch.float32, torch.strided)
+                   for moments in state["optimizer"]["state"].values() for t in moments.values()):
+                raise ValueError("its optimizer holds a tensor that is not dense or not float32")
             state = self.ranks.parts(state, self.model, self.optimizer)
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            # the fused update trusts these shapes
+            self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
+            # the fused update trusts all of this
             for p in self.model.parameters():
-                moments = [self.optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")]
-                if any(m.shape != p.shape or not m.is_floating_point() for m in moments):
+                step, *moments = (self.optimizer.state[p][key] for key in ("step", "exp_avg", "exp_avg_sq"))
+                if any(m.shape != p.shape for m in moments):
                     raise ValueError("Adam's moments have other shapes than the weights")
+                if step.shape or step != state["step"]:
+                    raise ValueError("Adam has made another number of steps")
             self.outliers.load_state_dict(state["outliers"])
             if self.osci:
                 self.osci.load_state_dict(state["osci"])
@@ -663,6 +688,8 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         trainer = Trainer(cfg, corpus)
         # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
         if not cfg.dry_run:
+            if cfg.wandb and ranks.first:
+                package("wandb")
             entropy = corpus.val.unigram_entropy()
             corpus.val.whole_windows(cfg.seq_len)
             origin = initial_weights(cfg, run, trainer)
@@ -676,6 +703,8 @@ def work(cfg: Config, run: Run, ranks: Ranks):
     with ranks.together():
         next(trainer.micro_batches())
         state = run.open(cfg, trainer.recipe) if ranks.first else None
+        if cfg.wandb and ranks.first:
+            run.tracker = Tracker(cfg, run.folder, run.say)
     state = ranks.from_first(state)
     if state:
         trainer.load(state)
@@ -716,7 +745,7 @@ def main(argv: list[str]):
         sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
     with one_voice():
         cfg = load(argv)
-    ranks, run = ALONE, Run(cfg)
+    ranks, run, code = ALONE, Run(cfg), 0
     try:
         ranks = start(cfg, pick_device(cfg))
         run.writes = ranks.first
@@ -735,7 +764,7 @@ def main(argv: list[str]):
             raise
         raise SystemExit(code)
     finally:
-        run.close()
+        run.close(code)
 
 
 if __name__ == "__main__":

@@ -286,6 +286,13 @@ def test_a_name_that_comes_from_a_file_is_checked(file):
         parse([file("", 240 * "x" + ".py")])
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero, a file without an end")
+def test_a_file_without_an_end():
+    """ Catches: a shard that is typed for a config file and read as a whole, until memory ends. """
+    with pytest.raises(ConfigError, match="/dev/zero:1: longer than a megabyte"):
+        parse(["/dev/zero"])
+
+
 @pytest.mark.parametrize("content", [b"\x7fELF\0", "lr = 1\n".encode("utf-16"), b"# coding: bogus\nlr = 1\n"])
 def test_a_file_that_is_no_text(tmp_path, content):
     """ Catches the parser's own words, with line None or 0. """
@@ -396,7 +403,7 @@ def test_recipes_and_sizes_combine(recipe, size):
 
 def test_every_file_is_a_recipe_or_a_size():
     assert {p.stem for p in RECIPE_FILES} >= {"bf16", "tetrajet_base", "tetrajet_full", "tetrajet_released"}
-    assert {p.stem for p in SIZE_FILES} >= {"olmo2_70m", "olmo2_150m", "olmo2_370m"}
+    assert {p.stem for p in SIZE_FILES} >= {"olmo2_70m", "olmo2_150m", "olmo2_370m", "olmo2_1b"}
     assert set(FILES) == set(RECIPE_FILES) | set(SIZE_FILES)
 
 
@@ -435,10 +442,28 @@ def test_sizes_are_the_papers(stem):
     assert (cfg.seq_len, cfg.batch_tokens) == (4096, 4096 * 1024)
     assert cfg.decay_end * cfg.steps * cfg.batch_tokens == pytest.approx(tokens, rel=1e-12)
     assert cfg.vocab_size == -(-50_257 // 128) * 128
-    # what the paper has in common for all sizes must be what the defaults are
-    assert (cfg.beta1, cfg.beta2, cfg.adam_eps, cfg.weight_decay, cfg.clip) == (0.9, 0.95, 1e-8, 0.1, 1.0)
-    assert (cfg.schedule, cfg.z_loss, cfg.rope_theta, cfg.norm_eps) == ("cosine", 1e-5, 5e5, 1e-6)
-    assert cfg.init_std == 0.02
+    as_in_olmo2(cfg)
     with torch.device("meta"):
         weights = GPT(cfg, cfg.vocab_size).num_params()["block_linears"]
     assert round(weights / 1e6, 1 if millions < 100 else 0) == millions
+
+
+def as_in_olmo2(cfg):
+    """ What all sizes have in common, and the released config of OLMo 2 too, is what the defaults are. """
+    assert (cfg.beta1, cfg.beta2, cfg.adam_eps, cfg.weight_decay, cfg.clip) == (0.9, 0.95, 1e-8, 0.1, 1.0)
+    assert (cfg.schedule, cfg.z_loss, cfg.rope_theta, cfg.norm_eps) == ("cosine", 1e-5, 5e5, 1e-6)
+    assert cfg.init_std == 0.02
+
+
+def test_the_size_of_olmo_2_1b():
+    """ Catches: mlp_ratio 8 taken for the inner width, steps that forget that the batch is half as large. """
+    cfg = parse([str(ROOT / "configs/tetrajet_full.py"), str(ROOT / "configs/olmo2_1b.py")])
+    assert (cfg.d_model, cfg.n_layer, cfg.n_head, cfg.d_ff) == (2048, 16, 16, 8192) and cfg.recompute
+    with torch.device("meta"):
+        count = GPT(cfg, 100_352).num_params()
+    # with the rows of its own embedding it has the 1.48B parameters of the released model
+    assert count["block_linears"] == 1_073_741_824 and sum(count.values()) == 1_484_916_736
+    assert (cfg.seq_len, cfg.batch_tokens, cfg.lr, cfg.lr_final) == (4096, 4096 * 512, 4e-4, 0.1)
+    assert cfg.in_steps(cfg.warmup) * cfg.batch_tokens == 8_388_608_000
+    assert (cfg.in_steps(cfg.osci_start), cfg.in_steps(cfg.osci_period)) == (34_000, 400)
+    as_in_olmo2(cfg)

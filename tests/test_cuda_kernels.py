@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 import triton.language as tl
 
 import kernels
-from quant import Counter, QuantLinear
+from quant import GRIDS, SCALES, Counter, QuantLinear
 from recipes import RECIPES
 
 
@@ -23,7 +23,12 @@ def _divide_kernel(a_ptr, b_ptr, over_ptr, reciprocal_ptr, quotient_ptr, NUMBER:
     tl.store(quotient_ptr + i, kernels._divide(a, b, kernels._reciprocal(b)))
 
 
-@pytest.mark.parametrize("number", (448.0, 6.0, 6.0 * 16 / 17))
+# largest grid values, with the head-room of the rules, and largest scales
+NUMBERS = sorted({grid.max * room for grid in GRIDS.values() for room in (1.0, 16 / 17, 16 / 17 / 0.93)} |
+                 {scale.max for scale in SCALES.values()})
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("exponent", (-90, -3, 0, 7, 90))
 def test_every_mantissa_divides_exactly(number, exponent):
     """

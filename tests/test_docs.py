@@ -4,6 +4,7 @@ import doctest
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -17,6 +18,7 @@ import data
 import eval
 import plot
 import sweep
+import train
 from config import Config
 from recipes import RECIPES, table
 from test_train import shards, tiny  # noqa: F401 (a fixture)
@@ -98,6 +100,30 @@ def test_other_commands_parse(program, argv, monkeypatch):
 def test_each_program_has_its_commands():
     """ Catches: a pattern above that finds nothing, so that nothing is tested. """
     assert [len(commands(f"{p}.py")) > 0 for p in ("train", "data", "eval", "plot", "sweep")] == [True] * 5
+
+
+def test_the_quick_start_needs_no_network(tmp_path, monkeypatch, capsys):
+    """ Catches: a vocabulary, a version or a data set that is asked for on the way, and waited for. """
+    class Asked(BaseException):     # no `except OSError` may hide it
+        pass
+
+    def ask(*_, **__):
+        raise Asked
+    for name in ("getaddrinfo", "gethostbyname", "create_connection"):
+        monkeypatch.setattr(socket, name, ask)
+    monkeypatch.setattr(socket.socket, "connect", ask)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))
+    run = tmp_path / "tetrajet_full-s1"
+    train.main([*commands("train.py")[0], f"--out={tmp_path}", "--device=cpu", "--steps=20",
+                "--batch_tokens=128", "--eval_tokens=128", "--sample_tokens=3"])
+    eval.main([str(run), "--device=cpu"])
+    eval.main([str(run), "--device=cpu", "--prompt=import ", "--tokens=3"])
+    monkeypatch.chdir(ROOT)
+    assert sweep.main(["sweeps/quickstart.txt", "--dry_run"]) == 0
+    assert capsys.readouterr().out.count("val_loss_fp4: ") == 2
+    pytest.importorskip("matplotlib")
+    plot.main([str(run)])
+    assert (tmp_path / "compare.png").exists()
 
 
 @pytest.mark.parametrize("argv", commands("sweep.py"), ids=" ".join)

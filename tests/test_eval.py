@@ -107,10 +107,22 @@ def test_a_corpus_with_another_vocabulary_is_refused(run, shards, tmp_path, caps
     assert error.value.code == 2 and "257" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_another_shape_is_one_line(run, tmp_path, capsys):
-    """ Catches: a traceback of PyTorch's where the file and the program disagree. """
+@pytest.mark.parametrize("spoil", [
+    lambda state: state["model"].pop("head.weight"),
+    lambda state: state["model"].update({"head.weight": state["model"]["head.weight"].cfloat()}),
+    lambda state: state["model"].update({"norm.weight": torch.ones(48).to_sparse()}),
+    lambda state: state["config"].update(n_layer=10_000),
+])
+def test_a_checkpoint_of_another_shape_is_one_line(run, tmp_path, capsys, monkeypatch, spoil):
+    """
+    Catches: a traceback of PyTorch's where the file and the program disagree, weights of another type that
+    are cast, and a minute spent on layers that a file names and does not hold.
+    """
+    build = evaluation.build
+    monkeypatch.setattr(evaluation, "build",
+                        lambda cfg, *args: build(cfg, *args) if cfg.n_layer < 9 else 1 / 0)
     state = last_state(run)
-    del state["model"]["head.weight"]
+    spoil(state)
     torch.save(state, tmp_path / "ckpt_000000001.pt")
     with pytest.raises(SystemExit) as error:
         go(capsys, tmp_path)
@@ -199,7 +211,7 @@ def test_the_fastest_back_end(pick, capability, expected):
     """
     assert pick("auto", capability) == expected
     assert pick("reference", capability) == "reference"
-    order = ["reference", "emulate", "native"]
+    order = ["reference", "packed", "emulate", "native"]
     for backend in order[: order.index(expected) + 1]:
         assert pick(backend, capability) == backend
     for backend in order[order.index(expected) + 1 :]:
@@ -225,7 +237,7 @@ def test_without_triton(pick, monkeypatch):
     """ Catches: a traceback of an import where one line says what to install. """
     monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
     assert pick("auto", BLACKWELL) == "reference"
-    for backend in ("emulate", "native"):
+    for backend in ("emulate", "packed", "native"):
         with pytest.raises(ConfigError, match="pip install triton"):
             pick(backend, BLACKWELL)
 

@@ -18,14 +18,17 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import data
 import parallel
+import tracker
 import train
 from config import ConfigError, check_share, parse
-from eval import read_checkpoint
+from eval import build, read_checkpoint
 from test_train import WINDOWS, assert_same, last_state, learned, rows, tiny
 from test_train import shards    # noqa: F401, a fixture
+from test_tracker import Fake
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
@@ -80,6 +83,14 @@ def run(argv: list[str]) -> dict:
                                 ("osci", trainer.osci.state_dict() if trainer.osci else None),
                                 ("outliers", trainer.outliers.state_dict()))}
     return held | {"rank": trainer.counter.state[3]}
+
+
+def tracked(argv: list[str]) -> list[str]:
+    """ A run with --wandb -> what wandb was told by this rank. """
+    fake = Fake()
+    sys.modules["wandb"], tracker.reachable = fake, lambda url: False
+    train.main([*argv, "--wandb"])
+    return [call[0] for call in fake.calls]
 
 
 def copy(argv: list[str]) -> dict:
@@ -154,6 +165,7 @@ def done(shards, tmp_path_factory):    # noqa: F811
                   for osci, more in ACTS.items() for mode in ("ddp", "fsdp")),
                 ("micro-bf16", run, flags("micro-2", *BF16, "--micro_batch=1")),
                 ("micro-fsdp", run, flags("micro-fsdp", *BF16, "--micro_batch=1", "--parallel=fsdp")),
+                ("tracked", tracked, flags("tracked", *BF16)),
                 ("mistakes", mistakes, flags("none")),
                 ("gradient", own_gradient, flags("none"))]
     for world, todo in jobs.items():
@@ -293,6 +305,12 @@ def test_only_rank_0_prints(done):
     assert [(done.out / f"printed-4-{rank}").read_text() for rank in (1, 2, 3)] == [""] * 3
 
 
+def test_only_rank_0_sends_rows(done):
+    """ Catches: as many runs of wandb's as there are GPUs, all of one id. """
+    first, second = done("tracked", 2)
+    assert first.count("init") == first.count("finish") == 1 and first.count("log") == 7 and not second
+
+
 @pytest.mark.parametrize("flags, world, told", [
     (["--batch_tokens=160"], 4, "type --batch_tokens=128"),
     (["--batch_tokens=32"], 4, "type --batch_tokens=128"),
@@ -391,6 +409,27 @@ def test_a_fault_of_one_rank_ends_all(shards, tmp_path):    # noqa: F811
     # not at the start of a line: the end of rank 0's last one may come after it
     assert code != 0 and len(re.findall(r"rank 1: error: .*300", output)) == 1, output
     assert "step 2/20" in output and "step 3/20" not in output
+
+
+def test_blocks_are_compiled_once_for_all():
+    """
+    Catches: a compilation for each block, of which PyTorch makes eight and leaves the other blocks as they
+    are; noise that is another block's, as the number of a layer is no longer a constant.
+    """
+    torch._dynamo.reset()
+    cfg = parse(["configs/tetrajet_base.py", "--n_layer=10", "--d_model=16", "--n_head=1", "--d_ff=24"])
+    model, _, counter = build(cfg, 40, torch.device("cpu"))
+    counter.set(3)
+    ids, seen = torch.randint(40, (2, 8)), CompileCounterWithBackend("aot_eager")
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            parallel.compile_blocks(model, backend=seen, fullgraph=True)
+        model.zero_grad()
+        loss = model(ids, ids)[0]
+        loss.backward()
+        results.append((loss.detach(), *(p.grad for p in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*results)) and seen.frame_count == 2
 
 
 def test_a_mistyped_flag_is_told_once(tmp_path):

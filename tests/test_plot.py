@@ -120,7 +120,8 @@ def test_the_bf16_run_is_one_of_the_same_training(experiment):
     make(experiment / "bf16-lr1-s1", 3.0, lr=1e-3)
     make(experiment / "bf16-lr2-s1", 5.0, lr=2e-3)
     make(experiment / "full-lr2-s1", 5.5, lr=2e-3, recipe="tetrajet_full", osci="topk", osci_tau=2.0,
-         outlier_frac=0.1, micro_batch=1, out="elsewhere", log_every=7, eval_every=3)
+         outlier_frac=0.1, micro_batch=1, recompute=True, wandb=True, out="elsewhere", log_every=7,
+         eval_every=3)
     make(experiment / "full-lr3-s1", 5.5, lr=3e-3, recipe="tetrajet_full")
     assert [row[3] for row in table(experiment).values()] == ["0", "0", "+0.5000", "-"]
 
@@ -227,6 +228,11 @@ def break_row(folder):
     (folder / "metrics.csv").write_text("".join(lines[:3] + ["10,10"] + lines[3:]))
 
 
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 @pytest.mark.parametrize("spoil, says", [
     (shutil.rmtree, "there is no folder {folder}"),
     (lambda folder: (folder / "metrics.csv").unlink(), "{folder} has no metrics.csv"),
@@ -234,6 +240,12 @@ def break_row(folder):
     (lambda folder: (folder / "config.json").write_text('{"seed": 1'), "is not the config of a run"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "is not the config of a run"),
     (lambda folder: (folder / "config.json").write_text('{"seed": 1}'), "is not the config of a run"),
+    (lambda folder: (folder / "config.json").write_text("[" * 100_000), "is not the config of a run"),
+    (lambda folder: (folder / "config.json").write_text("9" * 5_000), "is not the config of a run"),
+    (lambda folder: change_config(folder, steps="many"), "is not the config of a run"),
+    (lambda folder: change_config(folder, batch_tokens=None), "is not the config of a run"),
+    (lambda folder: change_config(folder, seed=[]), "is not the config of a run"),
+    (lambda folder: change_config(folder, recipe={}), "is not the config of a run"),
     (lambda folder: (folder / "metrics.csv").write_text(",".join(train.COLUMNS) + "\n"), "has no rows"),
     (lambda folder: (folder / "metrics.csv").write_text(""), "does not name the columns step and tokens"),
     (lambda folder: (folder / "metrics.csv").write_text("step,loss\n1,2\n"), "does not name the columns"),
@@ -265,6 +277,8 @@ def test_mistakes_with_results(experiment, capsys):
         readme.write_text(text)
         assert "needs these two lines" in fails(capsys, f"--results={root}")
         assert readme.read_text() == text
+    readme.write_bytes(f"caf\xe9\n{plot.BEGIN}\n{plot.END}\n".encode("latin1"))
+    assert "not UTF-8" in fails(capsys, f"--results={root}")
     readme.unlink()
     (run / "log.txt").unlink()
     assert "has no log.txt" in fails(capsys, f"--results={root}")

@@ -185,11 +185,12 @@ def test_a_recipe_that_does_not_fit_is_a_typo_too(tmp_path, flags, says):
     (["nowhere.txt"], "cannot read nowhere.txt"), (["."], "is to name a folder"),
     (["list.txt", "--jobs=0"], "--jobs=0: type how many"), (["list.txt", "--jobs=two"], "invalid int value"),
     (["list.txt", "--job=2"], "unrecognized arguments"), ([], "required: list"),
-    (["binary.txt"], "binary.txt is not a text file"),
+    (["binary.txt"], "binary.txt is not a text file"), (["long.txt"], "long.txt: longer than a megabyte"),
 ])
 def test_a_mistyped_command_is_one_line(place, monkeypatch, capsys, argv, says):
     (place / "list.txt").write_text("a | | 1")
     (place / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
+    (place / "long.txt").write_bytes(b"# \n" * 400_000)
     monkeypatch.chdir(place)
     assert sweep.main(argv) == 2
     err = capsys.readouterr().err

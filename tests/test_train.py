@@ -3,6 +3,7 @@ The loop: exact resumption, equal batches however they are cut, kills, full disk
 """
 import csv
 import json
+import math
 import os
 import re
 import signal
@@ -537,6 +538,14 @@ def inside(where: str, **items):
     return lambda state: state[where].update({key.replace("__", "."): value for key, value in items.items()})
 
 
+def moment(**items):
+    """ Change what Adam holds of the first weight. """
+    def change(state):
+        held = state["optimizer"]["state"][0]
+        held.update({key: f(held[key]) for key, f in items.items()})
+    return change
+
+
 CRAFTED = {
     "only a format": lambda state: [state.pop(key) for key in list(state) if key != "format"],
     "format is true": put(format=True), "no step": lambda state: state.pop("step"),
@@ -553,11 +562,19 @@ CRAFTED = {
     "no groups": inside("optimizer", param_groups=[]),
     "moment of another shape": lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.ones(3)),
     "nan weight": inside("model", head__weight=torch.full((384, 48), torch.nan)),
-    "sparse weight": inside("model", head__weight=torch.ones(384, 48).to_sparse()),
     "weight without memory": inside("model", head__weight=torch.ones(384, 48, device="meta")),
     "inf moment": lambda state: state["optimizer"]["state"][0]["exp_avg_sq"].fill_(torch.inf),
-    "nan count": lambda state: state["optimizer"]["state"][0].update(step=torch.tensor(torch.nan)),
-    "step beyond the last": put(step=21),
+    "step after the last": put(step=21),
+    "weights of another type": lambda state: state["model"].update(
+        {name: t.int() for name, t in state["model"].items()}),
+    "sparse weight": lambda state: state["model"].update({"norm.weight": torch.ones(48).to_sparse()}),
+    "step beyond the end": put(step=10**30),
+    "moments of another type": moment(exp_avg=lambda t: t.half()),
+    "sparse moment": moment(exp_avg=lambda t: t.to_sparse()),
+    "Adam's step is several": moment(step=lambda t: torch.ones(7)),
+    "Adam's step is nan": moment(step=lambda t: t * math.nan),
+    "rate is text": lambda state: state["optimizer"]["param_groups"][0].update(lr="x"),
+    "groups of other weights": lambda state: state["optimizer"]["param_groups"][0]["params"].pop(),
     "osci is text": put(osci="x"), "osci is missing": put(osci=None),
     "osci of another layer": inside("osci", windows={"zz": {}}),
     "norms of another layer": put(outliers={"norms": {"zz": torch.ones(3)}}),
@@ -641,7 +658,7 @@ def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
 
 @pytest.mark.parametrize("osci", [osci for osci in CHOICES["osci"] if osci != "off"])
 def test_what_the_config_accepts_its_parts_accept(osci):
-    """ Catches: a value that config.py lets through and a class refuses, with a traceback: osci_track = 0. """
+    """ Catches: a value that config.py lets through and a class refuses with a traceback: osci_track = 0. """
     for knob in (knob for knob, kind in KINDS.items() if kind is float and knob.startswith("osci_")):
         for value in ("0", "1e-300", "0.5", "1", "1e15"):
             try:
@@ -744,11 +761,15 @@ def test_overwrite_waits_until_the_new_run_can_start(go, shards, tmp_path, capsy
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("content", [b"a,b,c\n1,2,3\n", b"\xff\xfe\x00", b"x" * 300_000, None])
+@pytest.mark.parametrize("content", [b"a,b,c\n1,2,3\n", b"\xff\xfe\x00", b"x" * 300_000, None,
+                                     Path("metrics.csv"), Path("/dev/zero")])
 def test_metrics_that_cannot_be_read_do_not_stop_a_resume(go, content):
+    """ Catches: a traceback, a link to itself, and one to what has no end. """
     folder, _ = go("r", "--recipe=bf16", "--stop_at=5")
     (folder / "metrics.csv").unlink()
-    if content is not None:
+    if isinstance(content, Path):
+        (folder / "metrics.csv").symlink_to(content)
+    elif content is not None:
         (folder / "metrics.csv").write_bytes(content)
     go("r", "--recipe=bf16")
     assert [int(row["step"]) for row in rows(folder)] == list(range(5, 21))
