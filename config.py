@@ -345,14 +345,15 @@ CHOICES = {
     "osci": ("off", "watch", "full", "topk", "edge", "random", "nearest", "qema", "freeze", "dampen"),
 }
 POSITIVE = """n_layer d_model n_head d_ff seq_len rope_theta norm_eps init_std steps batch_tokens lr decay_end
-              adam_eps osci_tau osci_strength eval_tokens""".split()
+              adam_eps osci_tau osci_track osci_strength eval_tokens""".split()
 FRACTIONS = """keep_last bf16_forward warmup decay_end lr_final outlier_frac outlier_start outlier_window
                outlier_log osci_start osci_period osci_window osci_track osci_decay osci_threshold""".split()
 MOST = {    # a seed fits any counter; what is not listed ends at LARGEST
     "seed": 2**31 - 1, "n_layer": 10_000, "d_model": 2**20, "d_ff": 2**20, "seq_len": 2**20,
     "vocab_size": 2**20, "init_std": 10, "steps": 10**9, "batch_tokens": 2**40, "lr": 10_000, "z_loss": 1000,
-    "eval_tokens": 2**40, "rotate_size": 1024,
+    "eval_tokens": 2**40, "rotate_size": 1024, "sample_tokens": 2**16,
 }
+LEAST = {"rope_theta": 1, "norm_eps": 1e-30, "adam_eps": 1e-30}    # in float32, less is 0 and makes NaNs
 
 
 def need(holds: bool, message: str):
@@ -370,11 +371,15 @@ def check(cfg: Config) -> Config:
             need(value > 0 or name not in POSITIVE, f"{told}: type a number above 0")
             need(value <= 1 or name not in FRACTIONS, f"{told}: type a fraction, from 0 to 1")
             need(value <= most, f"{told}: type a number up to {most:_}")
+            need(value >= LEAST.get(name, 0), f"{told}: type a number from {LEAST.get(name, 0)} on")
         need(KINDS[name] is not str or value.isprintable(), f"{told}: type printable text")
         if name in CHOICES:
             need(value in CHOICES[name], f"{told}: type one of {', '.join(filter(None, CHOICES[name]))}")
 
     need(max(cfg.beta1, cfg.beta2) < 1, f"beta1 = {cfg.beta1}, beta2 = {cfg.beta2}: type numbers below 1")
+    need(cfg.lr * cfg.weight_decay < 1,
+         f"lr * weight_decay = {cfg.lr * cfg.weight_decay:.3g}, but a step can take at most all of a weight "
+         "away: type a smaller weight_decay")
     need(cfg.out != "", "out is empty: type a folder, such as --out=out")
     need(cfg.name not in (".", "..") and not set(cfg.name) & set("/\\") and len(cfg.name.encode()) <= 200,
          f"name = {short(repr(cfg.name))}: type the name of one folder, at most 200 bytes; its parent is out")
@@ -452,7 +457,6 @@ def check_phases(cfg: Config):
     """ What must come before what. """
     need(cfg.warmup < cfg.decay_end,
          f"warmup = {cfg.warmup} does not end before decay_end = {cfg.decay_end}: type a smaller warmup")
-    need(cfg.osci != "topk" or cfg.osci_track > 0, "osci_track = 0 tracks nothing: type a number above 0")
     need(cfg.osci_decay < 1, "osci_decay = 1 keeps the first weights for ever: type a number below 1")
     need(cfg.outlier_log == 0 or cfg.outlier_frac > 0,
          f"outlier_log = {cfg.outlier_log} measures anew the channels of outlier_frac = 0: type "

@@ -712,7 +712,9 @@ def _decoded(path: Path, read):
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:
                 number += e.object[:e.start].count(b"\n")
-                raise DataError(f"{path}:{number}: not UTF-8; convert it: iconv -f LATIN1 -t UTF-8") from None
+                # what Windows calls Unicode begins with one of these marks
+                like = "UTF-16" if e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+                raise DataError(f"{path}:{number}: not UTF-8; convert it: iconv -f {like} -t UTF-8") from None
             if text:
                 yield number, text
             if not block:
@@ -764,7 +766,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (DataError, OSError) as e:
         _progress("")
-        _complain(str(e))
+        # a full disk names no file
+        _complain(str(e) if isinstance(e, DataError) else
+                  f"{e.filename or out}: {e.strerror or e}; make room or way for it, or give another --out")
         return 2
     except KeyboardInterrupt:
         print("\nstopped; run the same command again, and a download goes on where it was", file=sys.stderr)

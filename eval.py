@@ -21,15 +21,17 @@ import math
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from functools import lru_cache
 from pathlib import Path
+from typing import Iterator
 
 import torch
 from torch import nn
 
-from config import Config, ConfigError
+from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
 from parallel import ALONE, Ranks
@@ -146,6 +148,11 @@ def is_kept(cfg: Config, name: str) -> bool:
     return kind in cfg.keep.split(",") or block >= cfg.n_layer - round(cfg.keep_last * cfg.n_layer)
 
 
+def linears(cfg: Config) -> list[str]:
+    """ The names of all linears of the blocks. """
+    return [f"blocks.{block}.{kind}" for block in range(cfg.n_layer) for kind in LINEARS]
+
+
 def late_switch(cfg: Config, layers: dict[str, QuantLinear], step: int) -> bool:
     """ From the step of bf16_forward on, round in backward only; True if that is new. """
     late = cfg.bf16_forward > 0 and step >= cfg.in_steps(cfg.bf16_forward)
@@ -156,7 +163,10 @@ def late_switch(cfg: Config, layers: dict[str, QuantLinear], step: int) -> bool:
 
 
 def recipe_of(cfg: Config) -> Recipe:
-    """ The recipe that cfg names, with the changes that cfg makes. """
+    """
+    The recipe that cfg names, with the changes that cfg makes. ConfigError where these, or outlier channels
+    or osci, do not fit it: what is wrong with a config and takes no data, device or memory to tell.
+    """
     if cfg.recipe not in RECIPES:
         near = difflib.get_close_matches(cfg.recipe, RECIPES, n=1)
         raise ConfigError(f"no recipe is called {cfg.recipe!r}; " +
@@ -168,9 +178,78 @@ def recipe_of(cfg: Config) -> Recipe:
         raise ConfigError(f"recipe {cfg.recipe} with {flags}: {error}; leave such a flag out, or type "
                           "another --recipe") from None
     if cfg.outlier_frac and any(recipe.operands) and recipe.outlier is None:
+        turned = any(op and op.hadamard for op in (recipe.y_x, recipe.y_w))
+        cure = "a recipe that has one, such as --recipe=tetrajet_full" if turned else "--outlier_format=mxfp8"
         raise ConfigError(f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, "
-                          "or a recipe that has one, such as --recipe=tetrajet_full")
+                          f"or {cure}")
+    rounds = any(recipe.operands) and not all(is_kept(cfg, name) for name in linears(cfg))
+    if cfg.osci != "off" and rounds:
+        if recipe.y_w is None:
+            raise ConfigError(f"osci = {cfg.osci!r} is about weights that Q2 rounds: add 2 to --quantizers, "
+                              "or type --osci=off")
+        if recipe.y_w.grid != "e2m1" or recipe.y_w.hadamard:
+            raise ConfigError(f"osci = {cfg.osci!r} is about weights rounded to E2M1 as they are, and recipe "
+                              f"{cfg.recipe} does not round such: type --osci=off")
     return recipe
+
+
+# the knobs that say which operands of which layers are rounded how
+ROUNDING = ("quantizers", "keep", "keep_last", *CHANGES)
+# knobs that some values of osci alone look at
+OSCI_KNOBS = {"osci_track": ("topk",), "osci_decay": ("qema",), "osci_threshold": ("freeze",),
+              "osci_strength": ("dampen",), "osci_tau": set(CHOICES["osci"]) - {"off", "edge"}}
+
+
+def rounding(cfg: Config) -> list[Recipe]:
+    """ The recipe of each linear, without what its layer does not look at: equal ones round alike. """
+    recipe = recipe_of(replace(cfg, outlier_frac=0.0, osci="off"))
+    plain = {f.name: replace(op, block=(1, 1))      # an outer scale alone has no use for blocks
+             for f, op in zip(fields(recipe), recipe.operands) if op and op.scale == "none"}
+    from_forward = recipe.y_w and recipe.dx_w or recipe.y_x and recipe.dw_x
+    recipe = replace(recipe, **plain, align=recipe.align and bool(from_forward),
+                     outlier=recipe.outlier if cfg.outlier_frac and any(recipe.operands) else None)
+    return [Recipe(align=False) if is_kept(cfg, name) else recipe for name in linears(cfg)]
+
+
+def idle(cfg: Config, ranks: Ranks = ALONE) -> list[str]:
+    """
+    The knobs that are not at their defaults and change nothing in this run, a line for each reason. Config
+    files set such knobs for good reasons; a flag that does nothing would pass for an ablation.
+    """
+    ours = rounding(cfg)
+    rounds = any(any(recipe.operands) for recipe in ours)
+
+    def same_without(knob: str) -> bool:
+        try:
+            return rounding(replace(cfg, **{knob: getattr(Config, knob)})) == ours
+        except ConfigError:     # it makes another knob fit
+            return False
+
+    def reason(knob: str) -> str:
+        outlier, osci = knob.startswith("outlier_"), knob.startswith("osci")
+        if knob == "parallel" and ranks.world == 1:
+            return "one process trains alone"
+        if knob in ROUNDING and not (outlier and not cfg.outlier_frac) and not same_without(knob):
+            return ""
+        if not rounds and (knob in (*ROUNDING, "bf16_forward", "backend") or outlier or osci):
+            return f"recipe {cfg.recipe} rounds nothing here"
+        if outlier and not cfg.outlier_frac:
+            return "outlier_frac = 0"
+        if osci and (cfg.osci == "off" or cfg.osci not in OSCI_KNOBS.get(knob, CHOICES["osci"])):
+            return f"osci = {cfg.osci!r}"
+        if knob == "stop_at" and cfg.stop_at >= cfg.steps:
+            return f"steps = {cfg.steps}"
+        if knob == "bf16_forward" and not any(recipe.y_x or recipe.y_w for recipe in ours):
+            return "no forward pass is rounded"
+        return "rounding is the same without" if knob in ROUNDING else ""
+
+    why = {}
+    for knob in KINDS:
+        value = getattr(cfg, knob)
+        if value != getattr(Config, knob) and (because := reason(knob)):
+            shown = f"{value:.4g}" if isinstance(value, float) else repr(value)
+            why.setdefault(because, []).append(f"{knob} = {shown}")
+    return [f"without effect: {', '.join(knobs)} ({because})" for because, knobs in why.items()]
 
 
 def build(cfg: Config, corpus_vocab: int, device: torch.device,
@@ -258,7 +337,21 @@ def read_checkpoint(path: Path) -> dict:
         wrong += [name for name, t in state["model"].items() if not isinstance(t, torch.Tensor)]
     if wrong:
         raise CheckpointError(f"{path} is no checkpoint of this program: it has no good {wrong[0]}")
+    # train.py saves no NaN, and to go on from one would waste the run
+    for part in ("model", "optimizer"):
+        with suppress(RuntimeError):        # a sparse tensor, or one without memory, will not fit the model
+            if not all(t.isfinite().all() for t in tensors(state[part])):
+                raise CheckpointError(f"{path} has a NaN or an Inf in its {part}")
     return state
+
+
+def tensors(tree) -> Iterator[torch.Tensor]:
+    """ The tensors in dicts, lists and tuples. """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors(value)
 
 
 def check_tensors(found: dict, expected: dict):
@@ -394,8 +487,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="of the weights that --export=hf writes (float32)")
     args = parser.parse_args(argv)
-    if args.tokens < 1 or args.top_k < 0 or not 0 <= args.seed < 2**63:
-        parser.error("--tokens is at least 1, --top_k at least 0, --seed from 0 to 2**63 - 1")
+    if not 1 <= args.tokens <= MOST["sample_tokens"]:
+        parser.error(f"--tokens is from 1 to {MOST['sample_tokens']}")
+    if args.top_k < 0 or not 0 <= args.seed < 2**63:
+        parser.error("--top_k is at least 0, --seed from 0 to 2**63 - 1")
     if args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3:
         parser.error("--temperature is 0, or from 0.001 to 1000")
     if bool(args.export) != bool(args.to and args.to.name):
@@ -412,7 +507,11 @@ def main(argv: list[str]):
         args = parse(argv)
         model, cfg, corpus, step = load_checkpoint(args.run, args.device, args.data)
         if args.prompt is not None:
-            print(sample(model, corpus, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
+            try:
+                print(sample(model, corpus, args.prompt, args.tokens, args.temperature, args.top_k,
+                             args.seed))
+            except FloatingPointError as error:
+                raise CheckpointError(f"{error}, as its loss will tell; take another run") from None
             return
         if args.export:
             from hf import export
@@ -423,6 +522,9 @@ def main(argv: list[str]):
             print(f"{name}: {loss:.4f}")
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+    except OSError as error:        # what was printed went to a full disk
+        print(f"error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2)
 
 

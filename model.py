@@ -205,6 +205,8 @@ class GPT(nn.Module):
         top_k        sample among this many likeliest; 0 = among all
         generator    on the CPU; None makes one with seed 0, so that sampling never touches the global state
         vocab_limit  ids from here on are padding of the vocabulary and are never taken
+
+        FloatingPointError where a logit is NaN or infinite.
         """
         generator = generator or torch.Generator("cpu").manual_seed(0)
         was_training = self.training
@@ -212,6 +214,8 @@ class GPT(nn.Module):
         for _ in range(n):
             logits = self(tokens[:, -self.seq_len:])[:, -1].cpu()                    # (B, V)
             logits[:, vocab_limit if vocab_limit is not None else logits.shape[1]:] = -torch.inf
+            if not logits.amax(1).isfinite().all():
+                raise FloatingPointError("the model's outputs are not finite")
             if top_k > 0:
                 kth = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
                 logits[logits < kth] = -torch.inf

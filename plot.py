@@ -360,21 +360,32 @@ def results(root: Path):
     print(f"wrote {readme}")
 
 
+class Parser(argparse.ArgumentParser):
+    """ One whose complaint is one line, as every other is here. """
+
+    def error(self, message: str):
+        raise PlotError(f"{message}; see plot.py --help")
+
+
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(description="Figures and tables of runs.", allow_abbrev=False)
+    parser = Parser(description="Figures and tables of runs.", allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="*", help="folders of runs, compared with the first")
     parser.add_argument("--to", type=Path, help="folder for the figure (where the first run's folder lies)")
     parser.add_argument("--results", type=Path, help="write tables and figures of this folder of experiments")
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         if args.results and not args.runs and not args.to:
             results(args.results)
         elif args.runs and not args.results:
             compare(args.runs, args.to or args.runs[0].parent)
         else:
             raise PlotError("type folders of runs, as out/A out/B --to=DIR, or --results=results alone")
-    except (PlotError, OSError) as error:
+    except PlotError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+    except OSError as error:        # a full disk names no file
+        print(f"error: {error.filename or 'cannot write'}: {error.strerror}; make room or way for it, or "
+              "type --to=DIR", file=sys.stderr)
         raise SystemExit(2)
 
 

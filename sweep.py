@@ -106,7 +106,10 @@ def words(text: str) -> list[str]:
 
 
 def read_line(cells: list[str], common: list[str], out: str) -> list[Run]:
-    """ The runs of a line, one for each seed. parse() refuses now what train.py would refuse hours later. """
+    """
+    The runs of a line, one for each seed. parse() and recipe_of() refuse now what train.py would refuse hours
+    later.
+    """
     need(len(cells) == 3, LINE)
     name, own, seeds = cells[0], words(cells[1]), cells[2].split()
     need(FOLDER.fullmatch(name),
@@ -118,7 +121,11 @@ def read_line(cells: list[str], common: list[str], out: str) -> list[Run]:
     given = {arg.split("=")[0] for arg in own if arg.startswith("--")}
     flags = [arg for arg in common if arg.split("=")[0] not in given] + own
     args = [[*flags, f"--out={out}", f"--name={name}-s{seed}", f"--seed={seed}"] for seed in seeds]
-    return [Run(name, seed, flags, a, parse(a)) for seed, a in zip(seeds, args)]
+    runs = [Run(name, seed, flags, a, parse(a)) for seed, a in zip(seeds, args)]
+    if runs[0].cfg.recipe != "bf16":
+        from eval import recipe_of      # only here: PyTorch takes seconds to import
+        recipe_of(runs[0].cfg)
+    return runs
 
 
 def read_list(path: Path) -> list[Run]:
@@ -453,7 +460,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> int:
     """ -> exit code: 0 all done, 1 not all, 2 a mistake of the user's, 128 + the signal that ended it. """
-    sys.stdout.reconfigure(errors="replace")        # a path may hold what the terminal cannot show
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")    # a path may hold what the terminal cannot show
     parser = Parser(prog="sweep.py", description="Train the runs of a list.", allow_abbrev=False)
     parser.add_argument("list", type=Path, help="lines of `name | config files and flags | seeds`")
     parser.add_argument("--jobs", type=int, default=1, help="runs that train at a time (1)")

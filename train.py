@@ -33,7 +33,7 @@ import torch
 from config import EMA_WARMUP, FREE, Config, ConfigError, load, package, short
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, check_tensors, checkpoints,
-                  commit, first_line, late_switch, newest_checkpoint, pick_device, recipe_of, sample,
+                  commit, first_line, idle, late_switch, newest_checkpoint, pick_device, recipe_of, sample,
                   val_losses)
 from osci import OsciReset, Report
 from outliers import OutControl
@@ -130,6 +130,9 @@ class Run:
         if differ:
             raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
                               "--overwrite to delete that run")
+        if state["step"] > cfg.steps:
+            raise ConfigError(f"{self.folder} is at step {state['step']}, beyond the last one of steps = "
+                              f"{cfg.steps}; type --name=ANOTHER, or --overwrite to delete that run")
         # killed during its last evaluation, a run has the last checkpoint and lacks the row: so that is done
         if state["step"] >= cfg.steps and self._has_row(cfg.steps):
             raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, "
@@ -241,7 +244,9 @@ class Run:
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            reason = error.strerror if isinstance(error, OSError) else first_line(error)
+            # torch.save hides that the disk is full behind a check of its own
+            reason = error.strerror if isinstance(error, OSError) else \
+                "a part of it was not written" if "inline_container" in str(error) else first_line(error)
             self.say(f"error: cannot save {path} ({reason}); free some space. The run goes on, "
                      f"{f'{self.last_good} is kept' if self.last_good else 'nothing is saved yet'}")
             return False
@@ -338,12 +343,6 @@ class Trainer:
                                    cfg.in_steps(cfg.outlier_log) if cfg.outlier_log else 0)
         self.osci = None
         if cfg.osci != "off" and self.rounds:
-            if recipe.y_w is None:
-                raise ConfigError(f"osci = {cfg.osci!r} is about weights that Q2 rounds: add 2 to "
-                                  "--quantizers, or type --osci=off")
-            if recipe.y_w.grid != "e2m1" or recipe.y_w.hadamard:
-                raise ConfigError(f"osci = {cfg.osci!r} is about weights rounded to E2M1 as they are, and "
-                                  f"recipe {cfg.recipe} does not round such: type --osci=off")
             self.osci = against_oscillation(cfg, rounded)
         self.step = 0
         self.seconds = 0.0
@@ -462,6 +461,11 @@ class Trainer:
         return {"train_loss": ce_total / cfg.batch_tokens, "z_loss": z_total / cfg.batch_tokens,
                 "grad_norm": norm, "outliers": outliers, "osci": self.over_ranks(osci)}
 
+    def finite(self) -> bool:
+        """ Whether every weight is, after the last update; the loss before it cannot tell. """
+        good = [own_rows(p.detach()).isfinite().all() for p in self.model.parameters()]
+        return not self.ranks.any(not torch.stack(good).all())
+
     def over_ranks(self, osci: Report | None) -> Report | None:
         """ A report whose rows lie on several ranks, added up. """
         if osci is None or not self.ranks.sharded:
@@ -560,7 +564,9 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
 
         # once in a while, and at the end: validation loss, with the recipe's forward and without rounding
         if last or (due(cfg.eval_every, step) and step > 0):
-            row |= val_losses(model, corpus, cfg, trainer.ranks)
+            row |= (losses := val_losses(model, corpus, cfg, trainer.ranks))
+            if not all(map(math.isfinite, losses.values())):
+                raise not_finite(run, trainer, step)
             run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
                     f"{row['val_loss_bf16']:.4f} (no rounding)")
         if last or stop:
@@ -576,7 +582,7 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
                  or due(cfg.save_every, coming))
         # bool(bad) waits for the device: before a number is shown, and before the clock stops for something
         # else. Nothing that is not finite is ever evaluated or saved
-        if (log or pause) and bool(bad):
+        if (log or pause) and bool(bad) or pause and not trainer.finite():
             raise not_finite(run, trainer, step)
         trainer.seconds += time.time() - start
         trained += time.time() - start
@@ -611,8 +617,11 @@ def summary(run: Run, trainer: Trainer, row: dict):
         if trainer.ranks.any(bool(problem)):
             run.say(f"no sample: {problem or 'another rank has no vocabulary'}")
         else:
-            text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
-            run.say(f"\na sample, with the recipe's forward:\n{text}\n")
+            try:
+                text = sample(trainer.model, trainer.corpus, "", trainer.cfg.sample_tokens)
+                run.say(f"\na sample, with the recipe's forward:\n{text}\n")
+            except FloatingPointError as error:
+                run.say(f"no sample: {error}")
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _peak_rss()
     trained = trainer.step * trainer.cfg.batch_tokens
     values = {
@@ -647,8 +656,8 @@ def introduce(run: Run, trainer: Trainer, entropy: float):
                 f"{cfg.batch_tokens // cfg.seq_len // ranks.world} sequences each in a step")
     if trainer.rounds:
         run.say(SPEED[trainer.backend])
-    elif cfg.osci != "off" or cfg.outlier_frac:
-        run.say(f"recipe {cfg.recipe} rounds nothing here, so osci and outlier_frac have no effect")
+    for line in idle(cfg, ranks):
+        run.say(line)
     if trainer.rounds and cfg.outlier_frac and not trainer.outliers.layers:
         run.say(f"outlier_frac = {cfg.outlier_frac} is less than half a channel in every layer: "
                 "none is kept out of FP4")
@@ -689,6 +698,7 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         if ranks.first:
             print(json.dumps(cfg.to_dict(), indent=1))
             print(layer_table(trainer.layers, cfg))
+            print("".join(f"{line}\n" for line in idle(cfg, ranks)), end="")
         return
     with ranks.together():
         next(trainer.micro_batches())

@@ -199,7 +199,7 @@ def test_mistake_on_the_command_line(arg, told):
     (["--dry_run", "--dry_run=no"], "--dry_run is given twice"),
     # the window has 30 of 600 steps, as has the period
     (["--osci=full", "--osci_period=0.05"], "osci_window (30 steps) fills osci_period (30 steps): type"),
-    (["--osci=topk", "--osci_track=0"], "osci_track = 0"),
+    (["--osci_track=0"], "osci_track = 0.0: type a number above 0"),
     (["--outlier_frac=0.1", "--outlier_start=0.99"], "outlier_start + outlier_window (594 + 18 steps)"),
     # 0.99 of 20 steps is 20 when rounded
     (["--outlier_frac=0.1", "--outlier_start=0.99", "--outlier_window=.01", "--steps=20"], "(20 + 1 steps)"),

@@ -889,6 +889,7 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, content, words", [
     ("a.txt", b"good\nbad \xff\n", ":2: not UTF-8"),
     ("a.txt", b"good\n\xf0\x9f\x99", ":2: not UTF-8"),
+    ("a.txt", "good".encode("utf-16"), "iconv -f UTF-16"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: not UTF-8"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3: not JSON"),
     ("a.jsonl", b"[" * 100_000, ":1: not JSON"),
@@ -898,7 +899,7 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path, monkeypatch):
     ("a.jsonl", b'"text"\n', ':1: no "text"'),
     ("a.txt", b"", "no text"),
     ("a.jsonl", b'\n{"text": ""}\n', "no text"),
-], ids=range(11))
+], ids=range(12))
 def test_bad_input_is_located(tmp_path, capsys, name, content, words):
     """ Catches a traceback, a wrong line number, replacement characters in the corpus, and half a folder. """
     (tmp_path / name).write_bytes(content)
@@ -1001,6 +1002,8 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(data, "write_shard", fail)
         assert exit_code(["text", str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--overwrite",
                           "--encoding=bytes"]) == code
+        told = capsys.readouterr().err
+        assert code != 2 or f"{tmp_path / 'out'}: No space left on device; make room" in told
         assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
 

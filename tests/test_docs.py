@@ -145,7 +145,7 @@ def test_the_two_commands_of_a_fresh_machine():
 def test_config_files_exist():
     for path in re.findall(r"configs/\w+\.py", README):
         assert (ROOT / path).exists(), path
-    tour = next(line for line in README.splitlines() if line.startswith("configs/ "))
+    tour = re.search(r"^configs/ .*\n(?: .*\n)+", README, re.MULTILINE)[0]
     for path in (ROOT / "configs").glob("*.py"):
         assert re.search(rf"\b{path.stem}\b", tour), f"{path.name} is not in the tour of the files"
 
@@ -157,7 +157,7 @@ def test_the_list_shown_is_that_of_the_quick_start():
 
 def test_the_tour_is_complete():
     tour = next(text for _, text in FENCES if text.startswith("README.md "))
-    names = [line.split()[0] for line in tour.splitlines()]
+    names = [line.split()[0] for line in tour.splitlines() if not line.startswith(" ")]
     for name in names:
         assert (ROOT / name).exists(), name
     assert {path.name for path in ROOT.glob("*.py")} <= set(names)

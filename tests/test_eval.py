@@ -130,6 +130,28 @@ def test_a_checkpoint_of_another_shape_is_one_line(run, tmp_path, capsys, monkey
     assert error.value.code == 2 and "does not fit" in err and err.count("\n") == 1
 
 
+def test_a_full_disk_behind_the_output_is_one_line(run, capsys, monkeypatch):
+    """ Catches: a traceback where `python eval.py RUN > FILE` cannot write. """
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(evaluation, "val_losses", full)
+    with pytest.raises(SystemExit) as error:
+        go(capsys, run)
+    assert error.value.code == 2
+    assert capsys.readouterr().err == "error: cannot write: No space left on device\n"
+
+
+def test_weights_too_large_to_write_with_are_one_line(run, tmp_path, capsys):
+    """ Catches: a traceback of torch.multinomial's where a logit overflows. """
+    state = last_state(run)
+    state["model"]["head.weight"].fill_(3e38)
+    torch.save(state, tmp_path / "ckpt_000000001.pt")
+    with pytest.raises(SystemExit) as error:
+        go(capsys, tmp_path, "--prompt=a")
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and "not finite" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("change", [{"d_model": 2**16}, {"n_layer": 5000}, {"d_ff": 41}, {"lr": "x"},
                                     {"seq_len": 0}])
 def test_a_checkpoint_whose_config_lies_is_one_line(run, tmp_path, capsys, change):

@@ -259,6 +259,16 @@ def test_mistakes_with_runs(tmp_path, capsys, spoil, says):
     assert not (tmp_path / "to").exists()
 
 
+def test_a_misspelt_flag_and_a_full_disk_are_one_line(tmp_path, capsys, monkeypatch):
+    """ Catches: argparse's three lines, and "[Errno 28]", which names neither the place nor a way out. """
+    assert "--too" in fails(capsys, "--too=x")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(plot, "draw", full)
+    assert "No space left on device; make room" in fails(capsys, make(tmp_path / "bf16-s1"))
+
+
 def test_mistakes_with_results(experiment, capsys):
     """ Catches: tables that are written half, or over a README whose markers somebody deleted. """
     run, root = make(experiment / "bf16-s1"), experiment.parent

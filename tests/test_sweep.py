@@ -5,6 +5,8 @@ Most tests schedule a fake train.py that lasts milliseconds; one trains with the
 """
 import csv
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from statistics import stdev
 
 import pytest
 
+import config
 import sweep
 from test_train import shards, tiny      # noqa: F401  (a fixture)
 
@@ -165,6 +168,19 @@ def test_a_typo_costs_nothing(place, text, says):
     assert not out and not (place / "out").exists() and not (place / "results").exists()
 
 
+@pytest.mark.parametrize("flags, says", [
+    ("--recipe=nvfp5", "did you mean nvfp4"),
+    ("--recipe=quartet --outlier_frac=0.1", "no format for outlier"),
+    ("--recipe=mxfp4 --outer=128", "takes no outer scale"), ("--recipe=fp8 --osci=full", "--osci=off"),
+    ("--recipe=nvfp4 --osci=full --quantizers=1", "add 2 to --quantizers"),
+])
+def test_a_recipe_that_does_not_fit_is_a_typo_too(tmp_path, flags, says):
+    """ Catches: a list that is found out by its last run, when the others have trained for days. """
+    (tmp_path / "list.txt").write_text(f"a | | 1\nb | {flags} | 1")
+    with pytest.raises(config.ConfigError, match=r"list.txt:2: .*" + re.escape(says)):
+        sweep.read_list(tmp_path / "list.txt")
+
+
 @pytest.mark.parametrize("argv, says", [
     (["nowhere.txt"], "cannot read nowhere.txt"), (["."], "is to name a folder"),
     (["list.txt", "--jobs=0"], "--jobs=0: type how many"), (["list.txt", "--jobs=two"], "invalid int value"),
@@ -266,6 +282,15 @@ def test_all_names_train_one_seed_before_any_trains_two(place):
     assert go(place, "a | | 5 2\nb | | 1 2\n")[0] == 0
     assert [name for name, _ in events(place, "begin")] == ["a-s5", "b-s1", "a-s2", "b-s2"]
     assert [row["name"] + row["seed"] for row in rows(place)] == ["a5", "a2", "b1", "b2"]
+
+
+@posix
+def test_a_sweep_that_nobody_listens_to(place):
+    """ Catches: a sweep started by a service without a stdout, which once ended it before its first run. """
+    (place / "list.txt").write_text("a | | 1")
+    done = subprocess.run(f"{shlex.quote(sys.executable)} sweep.py list.txt >&-", shell=True, cwd=place,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and rows(place)[0]["status"] == "done", done.stderr
 
 
 @posix

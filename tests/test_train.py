@@ -18,7 +18,7 @@ import torch
 
 import data
 import train
-from config import parse
+from config import CHOICES, KINDS, ConfigError, parse
 from eval import read_checkpoint
 from quant import QuantLinear
 from recipes import RECIPES
@@ -354,6 +354,16 @@ def test_a_torn_checkpoint_is_skipped(go):
     assert_same(learned(last_state(straight)), learned(last_state(torn)))
 
 
+def test_a_checkpoint_with_a_nan_is_skipped(go):
+    """ Catches: a damaged checkpoint that is resumed, fails, and is named as the one to continue from. """
+    folder, _ = go("r", "--recipe=bf16", "--save_every=5", "--stop_at=10")
+    state = read_checkpoint(folder / "ckpt_000000010.pt")
+    state["model"]["head.weight"][3, 5] = torch.nan
+    torch.save(state, folder / "ckpt_000000010.pt")
+    _, printed = go("r", "--recipe=bf16", "--save_every=5")
+    assert "ckpt_000000010.pt has a NaN" in printed and "ckpt_000000005.pt, step 5" in printed
+
+
 def test_a_run_whose_checkpoints_are_all_torn_is_not_overwritten(go, capsys):
     folder, _ = go("r", "--stop_at=5", "--recipe=bf16")
     before = (folder / "metrics.csv").read_bytes()
@@ -396,6 +406,7 @@ def test_a_full_disk_is_reported_and_keeps_the_previous_checkpoint(shards, tmp_p
                           preexec_fn=small_disk)
     assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
     assert full.stdout.count("cannot save") == 2 and "ckpt_000000004.pt is kept" in full.stdout
+    assert "enforce fail" not in full.stdout, "what PyTorch says of a full disk tells a user nothing"
     assert [path.name for path in (tmp_path / "r").glob("ckpt_*")] == ["ckpt_000000004.pt"]
     # with space again, the run goes on from there
     again = subprocess.run(command(shards, tmp_path, *flags), capture_output=True, text=True)
@@ -420,6 +431,34 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(go, capsys):
     err = capsys.readouterr().err
     assert (error.value.code == 1 and "not finite" in err and "ckpt_000000010.pt" in err
             and err.count("\n") == 1)
+
+
+def test_a_last_update_that_ends_in_nan_is_no_result(go, capsys, monkeypatch):
+    """ Catches: code 0, a row in metrics.csv and a checkpoint of weights that no later loss has seen. """
+    good = train.Trainer.train_step
+
+    def poison(self):
+        seen = good(self)
+        if self.step == 20:
+            with torch.no_grad():
+                self.layers["blocks.0.mlp.up"].weight[3, 5] = torch.nan
+        return seen
+    monkeypatch.setattr(train.Trainer, "train_step", poison)
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=bf16", "--save_every=10")
+    err = capsys.readouterr().err
+    assert error.value.code == 1 and "blocks.0.mlp.up.weight" in err and "ckpt_000000010.pt" in err
+
+
+@pytest.mark.parametrize("flags", [["--eval_every=5"], []])
+def test_a_validation_loss_that_is_not_finite_ends_the_run(go, capsys, monkeypatch, flags):
+    """ Catches: code 0 for a run without a result, and the same run again called finished. """
+    monkeypatch.setattr(train, "val_losses", lambda *_: {"val_loss_fp4": torch.nan, "val_loss_bf16": 1.0})
+    for _ in range(2):
+        with pytest.raises(SystemExit) as error:
+            go("r", "--recipe=bf16", *flags)
+        err = capsys.readouterr().err
+        assert error.value.code == 1 and "loss is not finite" in err and err.count("\n") == 1
 
 
 def test_files_that_look_like_checkpoints_cost_nothing(go):
@@ -522,6 +561,10 @@ CRAFTED = {
     "optimizer is empty": put(optimizer={}), "no moments": inside("optimizer", state={}),
     "no groups": inside("optimizer", param_groups=[]),
     "moment of another shape": lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.ones(3)),
+    "nan weight": inside("model", head__weight=torch.full((384, 48), torch.nan)),
+    "weight without memory": inside("model", head__weight=torch.ones(384, 48, device="meta")),
+    "inf moment": lambda state: state["optimizer"]["state"][0]["exp_avg_sq"].fill_(torch.inf),
+    "step after the last": put(step=21),
     "weights of another type": lambda state: state["model"].update(
         {name: t.int() for name, t in state["model"].items()}),
     "sparse weight": lambda state: state["model"].update({"norm.weight": torch.ones(48).to_sparse()}),
@@ -591,14 +634,17 @@ def test_a_knob_added_since_does_not_end_old_runs(go):
 
 @pytest.mark.parametrize("flags, says", [
     (["--recipe=tetrajet_ful"], "did you mean tetrajet_full"),
-    (["--recipe=tetrajet_base", "--outlier_frac=0.1"], "--recipe=tetrajet_full"),
+    (["--recipe=tetrajet_base", "--outlier_frac=0.1"], "--outlier_format=mxfp8"),
+    (["--recipe=quartet", "--outlier_frac=0.1"], "--recipe=tetrajet_full"),
     (["--recipe=tetrajet_base", "--osci=full", "--quantizers=1,3"], "add 2 to --quantizers"),
     (["--vocab_size=100"], "--vocab_size=0"),
     (["--vocab_size=1_048_576", "--d_model=1_048_576"], "out of memory"),
     (["--data=nowhere"], "nowhere"),
     (["--seq_len=100000", "--batch_tokens=100000", "--eval_tokens=100000"], "tokens"),
     (["--device=cuda"], "--device=auto"),
-    (["--lr=fast"], "lr wants a number"),
+    (["--lr=fast"], "lr wants a number"), (["--adam_eps=1e-99"], "from 1e-30 on"),
+    (["--rope_theta=0.5"], "from 1 on"), (["--lr=1", "--weight_decay=1"], "smaller weight_decay"),
+    (["--sample_tokens=100_000"], "up to 65_536"),
     (["configs/none.py"], "configs/none.py"),
 ])
 def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
@@ -608,6 +654,18 @@ def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
         go("r", *flags)
     err = capsys.readouterr().err
     assert error.value.code == 2 and says in err and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("osci", [osci for osci in CHOICES["osci"] if osci != "off"])
+def test_what_the_config_accepts_its_parts_accept(osci):
+    """ Catches: a value that config.py lets through and a class refuses with a traceback: osci_track = 0. """
+    for knob in (knob for knob, kind in KINDS.items() if kind is float and knob.startswith("osci_")):
+        for value in ("0", "1e-300", "0.5", "1", "1e15"):
+            try:
+                cfg = parse([f"--osci={osci}", f"--{knob}={value}", "--steps=100"])
+            except ConfigError:
+                continue
+            train.against_oscillation(cfg, {})
 
 
 def test_a_finished_or_different_run_is_not_overwritten(go, capsys):
@@ -745,6 +803,44 @@ def test_what_cannot_act_is_said(go):
     _, printed = go("r", "--recipe=tetrajet_full", "--steps=2", "--outlier_frac=0.001",
                     "--eval_tokens=100_000")
     assert "none is kept out of FP4" in printed and "fewer than eval_tokens = 100,000" in printed
+
+
+@pytest.mark.parametrize("recipe, flag, others", [
+    ("bf16", "--keep_last=1", []), ("bf16", "--rotate=dx", []), ("bf16", "--bf16_forward=0.5", []),
+    ("bf16", "--osci_tau=3", ["--osci=full"]), ("nvfp4", "--rotate_size=16", []),
+    ("nvfp4", "--rotate_size=64", ["--rotate=dx"]), ("nvfp4", "--rotate=none", []),
+    ("nvfp4", "--align=true", ["--quantizers=1,4"]), ("nvfp4", "--align=true", []),
+    ("nvfp4", "--outlier_format=bf16", []),
+    ("tetrajet_full", "--outlier_format=bf16", ["--outlier_frac=0.1"]),
+    ("nvfp4", "--bf16_forward=0.5", ["--quantizers=3"]), ("nvfp4", "--bf16_forward=0.5", []),
+    ("nvfp4", "--backward=sr", ["--quantizers=1,2"]), ("nvfp4", "--backward=sr", []),
+    ("nvfp4", "--block_x=1x8", ["--quantizers=2"]), ("nvfp4", "--block_x=1x8", []),
+    ("fp8", "--block_w=1x16", []), ("mxfp4", "--block_w=1x32", []), ("nvidia", "--block_w=1x16", []),
+    ("tetrajet_base", "--scale_rule=up", []), ("tetrajet_base", "--scale_rule=nearest", []),
+    ("tetrajet_base", "--keep=mlp.up", ["--keep_last=1"]), ("tetrajet_base", "--keep=mlp.up", []),
+    ("tetrajet_full", "--outlier_choice=random", []),
+    ("tetrajet_full", "--outlier_choice=random", ["--outlier_frac=0.1"]),
+    ("tetrajet_full", "--osci_tau=1", ["--osci=edge"]), ("tetrajet_full", "--osci_tau=1", ["--osci=full"]),
+    ("tetrajet_full", "--osci_track=1", ["--osci=full"]),
+    ("tetrajet_full", "--osci_track=1", ["--osci=topk"]),
+    ("tetrajet_full", "--osci_start=0", []), ("tetrajet_full", "--osci_start=0", ["--osci=edge"]),
+    ("tetrajet_full", "--osci_decay=0.5", ["--osci=full"]),
+    ("tetrajet_full", "--osci_strength=1", ["--osci=watch"]),
+    ("tetrajet_full", "--osci_strength=1", ["--osci=dampen"]), ("bf16", "--parallel=fsdp", []),
+    ("bf16", "--stop_at=11", []), ("bf16", "--stop_at=9", []),
+])
+def test_a_flag_acts_or_the_run_says_that_it_does_not(go, recipe, flag, others):
+    """ Catches: an ablation that is none, and a flag said to be without effect that has one. """
+    flags = [f"--recipe={recipe}", "--steps=10", "--outlier_start=0.2", "--outlier_window=0.2",
+             "--osci_start=0.4", "--osci_period=0.4", "--osci_window=0.2", "--osci_tau=16", *others]
+    flags = [given for given in flags if given.split("=")[0] != flag.split("=")[0]]
+    without, _ = go("without", *flags)
+    folder, printed = go("with", *flags, flag)
+    said = [line for line in printed.splitlines() if line.startswith("without effect: ")]
+    idle = any(f"{flag[2:].split('=')[0]} = " in line for line in said)
+    a, b = last_state(without)["model"], last_state(folder)["model"]
+    same = all(torch.equal(a[key], b[key]) for key in a)
+    assert idle == (same and rows(without)[-1]["val_loss_fp4"] == rows(folder)[-1]["val_loss_fp4"]), said
 
 
 def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
