@@ -193,9 +193,16 @@ def described(op: Operand | str | None) -> str:
 
 def table() -> str:
     """ RECIPES as a table in Markdown, a row for each recipe and a column for each operand. """
-    head = ["recipe", "X", "W", "dY", "Wᵀ", "dYᵀ", "Xᵀ",
-            "Wᵀ, Xᵀ from", "outlier channels", "trust mask"]
-    rows = [[f"`{name}`", *map(described, r.operands),
+    names = ["X", "W", "dY", "Wᵀ", "dYᵀ", "Xᵀ"]
+    head = ["recipe", *names, "Wᵀ, Xᵀ from", "outlier channels", "trust mask"]
+
+    def cells(operands: tuple[Operand | None, ...]) -> list[str]:
+        words = [described(op) for op in operands]
+        first = [words.index(text) for text in words]
+        return [text if i == k or text == "-" else f"as {names[k]}"
+                for i, (text, k) in enumerate(zip(words, first))]
+
+    rows = [[f"`{name}`", *cells(r.operands),
              "-" if not any(r.operands) else "Q2(W), Q1(X)" if r.align else "W, X", described(r.outlier),
              "yes" if r.trust else "-"]
             for name, r in RECIPES.items()]
