@@ -445,7 +445,7 @@ def check_share(cfg: Config, world: int):
     nearest = max(1, round(sequences / world)) * world
     need(sequences % world == 0,
          f"batch_tokens = {cfg.batch_tokens} is {sequences} sequences, which {world} ranks cannot share "
-         f"evenly: type --batch_tokens={nearest * cfg.seq_len}")
+         f"evenly: start as many as divide {sequences}, or type --batch_tokens={nearest * cfg.seq_len}")
     own = sequences // world
     micro = cfg.micro_batch or own
     need(own % micro == 0,
