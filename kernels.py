@@ -5,10 +5,11 @@ The rounding of quant.py in Triton, bit for bit, in as few passes over memory as
                  X -> Q1(X) and Q6 of Q1(X)^T, W -> Q2(W) and Q4 of Q2(W)^T, dY -> Q3(dY) and Q5(dY^T)
 
 A program takes a tile of 128 x 128: one outer block along both axes, so that no program waits for another.
-What makes it fast is where the values lie. A *strip* is the W values along a row that are rotated together
-and share a scale, and a tile's strips are kept as W tensors: tensor i holds element i of every strip. So each
-thread has whole strips in its own registers, and the Hadamard butterfly, the maximum and the noise are plain
-arithmetic between registers. Only the transposition goes through shared memory, once.
+What makes it fast is where the values lie. A *strip* is 16 values along a row, which in NVFP4 are rotated
+together and share a scale, and a tile's strips are kept as 16 tensors: tensor i holds element i of every
+strip. So each thread has whole strips in its own registers, and the Hadamard butterfly, the maximum and the
+noise are plain arithmetic between registers. Longer blocks and rotations end with a step or a few between the
+strips of neighbouring threads. Only the transposition goes through shared memory, once.
 
 Bits: as in quant.py, float32 and one rounding per written operation, with the compiler's own fusion off.
 tl.fma stands where the product is exact (one factor is a power of two) and so rounds as a product and a sum
@@ -18,7 +19,7 @@ rounded up, and a division is a reciprocal with two corrections, which is the ex
 
 What this file leaves out: which operand is rounded how. It takes quant.Operand as a plain record of settings.
 
-Letters used for shapes: M, K rows and columns of x; W values in a strip; R, C strips down and across a tile.
+Letters used for shapes: M, K rows and columns of x; R, C strips down and across a tile.
 """
 import os
 from typing import NamedTuple
@@ -31,7 +32,8 @@ from torch import Tensor
 import quant
 
 TILE = 128                                 # rows and columns of a tile
-WIDEST = 32                                # the longest rotation within a strip; longer ones leave it
+STRIP = tl.constexpr(16)                   # values in a strip
+STRIPS = tl.constexpr(TILE // 16)          # strips across a tile
 TENSOR = tl.constexpr(quant.TENSOR)        # Operand.outer: one outer scale for the whole tensor
 # with TRITON_INTERPRET=1 kernels run on a CPU, in NumPy, which has neither PTX nor an exact fma
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -70,36 +72,44 @@ class Out(NamedTuple):
 
 
 # -----------------------------------------------------------------------------
-# strips: [R, C, W] <-> W tensors [R, C]. Relabelling of registers: the compiler moves nothing
+# strips: [R, C, n] <-> n tensors [R, C]. Relabelling of registers: the compiler moves nothing
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
 
 
 @triton.jit
-def _split(x, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """ [R, C, W] -> W tensors [R, C], in order. """
+def _split(x, n: tl.constexpr):
+    """ [R, C, n] -> n tensors [R, C], in order. """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
     parts = (x,)
-    for level in tl.static_range(7):
-        if W >> level > 1:
-            even, odd = (), ()
-            for i in tl.static_range(len(parts)):
-                e, o = tl.split(tl.reshape(parts[i], [R, C, W >> (level + 1), 2]))
-                even, odd = even + (e,), odd + (o,)
-            parts = even + odd
+    for level in tl.static_range(_log2(n)):
+        even, odd = (), ()
+        for i in tl.static_range(len(parts)):
+            e, o = tl.split(tl.reshape(parts[i], [R, C, n >> (level + 1), 2]))
+            even, odd = even + (e,), odd + (o,)
+        parts = even + odd
     strips = ()
-    for i in tl.static_range(W):
+    for i in tl.static_range(n):
         strips = strips + (tl.reshape(parts[i], [R, C]),)
     return strips
 
 
 @triton.jit
-def _join(v, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def _join(v):
     """ The inverse of _split. """
-    for level in tl.static_range(7):
-        if W >> level > 1:
-            pairs = ()
-            for i in tl.static_range(W >> (level + 1)):
-                pairs = pairs + (tl.join(v[i], v[i + (W >> (level + 1))]),)
-            v = pairs
-    return tl.reshape(v[0], [R, C, W])
+    n: tl.constexpr = len(v)
+    R: tl.constexpr = v[0].shape[0]
+    C: tl.constexpr = v[0].shape[1]
+    for level in tl.static_range(_log2(n)):
+        pairs = ()
+        for i in tl.static_range(n >> (level + 1)):
+            pairs = pairs + (tl.join(v[i], v[i + (n >> (level + 1))]),)
+        v = pairs
+    return tl.reshape(v[0], [R, C, n])
 
 
 @triton.jit
@@ -119,15 +129,15 @@ def _cast(v, dtype: tl.constexpr):
 
 
 @triton.jit
-def _transpose(v, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
-    """ Strips of a tile along its rows -> strips along its columns: W2 tensors [128, 128 / W2]. """
-    tile = tl.trans(tl.reshape(_join(v, 128, C, W), [128, 128]))
-    return _split(tl.reshape(tile, [128, 128 // W2, W2]), 128, 128 // W2, W2)
+def _transpose(v):
+    """ Strips of a tile along its rows -> strips along its columns. """
+    tile = tl.trans(tl.reshape(_join(v), [128, 128]))
+    return _split(tl.reshape(tile, [128, STRIPS, STRIP]), STRIP)
 
 
 @triton.jit
 def _stack(a, b):
-    """ Two times W tensors [R, C], the first rows of a tile and the next -> W tensors [2 R, C]. """
+    """ The strips of the first rows of a tile and those of the next, [R, C] -> those of both, [2 R, C]. """
     out = ()
     for i in tl.static_range(len(a)):
         both = tl.permute(tl.join(a[i], b[i]), [2, 0, 1])
@@ -158,17 +168,17 @@ def _exchange(a, b, odd):
 
 
 @triton.jit
-def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
-           PAIRED: tl.constexpr):
+def _place(row, first, stride, sector: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PAIRED: tl.constexpr):
     """
-    Offsets and columns [C, R, P] of the two pieces of P values that a lane moves of one sector, 2 P values.
+    Offsets and columns [C, R, P] of the two pieces of P values that a lane moves of one sector, 2 P values,
+    of strips of W.
 
     A thread needs whole sectors, but 16 bytes are the most that it can move at once, and the memory wants
     whole sectors of 32 at once. PAIRED: lanes 2 j and 2 j + 1 together move a sector of strip 2 j, then one
     of strip 2 j + 1, and trade. The strip axis comes first: Triton hands out lanes from the first of the axes
     that are not contiguous in memory.
     """
-    strip, lane = tl.arange(0, C)[:, None, None], tl.arange(0, P)[None, None, :]
+    strip, lane = tl.arange(0, STRIPS)[:, None, None], tl.arange(0, P)[None, None, :]
     if PAIRED:
         low = (strip // 2) * (2 * W) + (strip % 2) * P + sector * (2 * P)
         high = low + W
@@ -180,21 +190,21 @@ def _place(row, first, stride, sector: tl.constexpr, C: tl.constexpr, W: tl.cons
 
 
 @triton.jit
-def _load(ptr, row, first, M, K, stride, keep_ptr, C: tl.constexpr, W: tl.constexpr):
+def _load(ptr, row, first, M, K, stride, keep_ptr):
     """
-    The strips of some rows from column `first` on, W tensors; zero outside of (M, K). A pointer to int32 is
-    one to pairs of bf16; then first, K and stride count pairs. keep_ptr, if there is one, has a mask of bits
-    for each column (pair of columns): what it leaves out counts as zero, whatever it is.
+    The strips of some rows from column `first` on; zero outside of (M, K). A pointer to int32 is one to pairs
+    of bf16; then first, K and stride count pairs. keep_ptr, if there is one, has a mask of bits for each
+    column (pair of columns): what it leaves out counts as zero, whatever it is.
     """
     BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
-    N: tl.constexpr = W // 2 if PAIRS else W
+    N: tl.constexpr = 8 if PAIRS else 16
     P: tl.constexpr = min(128 // BITS, N // 2)
     rows = (row < M)[None, :, None]
     strips = ()
     for sector in tl.static_range(N // (2 * P)):
         # both halves of a sector, one after the other: the second comes from the cache
-        at_a, at_b, column_a, column_b = _place(row, first, stride, sector, C, N, P, False)
+        at_a, at_b, column_a, column_b = _place(row, first, stride, sector, N, P, False)
         a = tl.load(ptr + at_a, rows & (column_a < K), 0)
         b = tl.load(ptr + at_b, rows & (column_b < K), 0)
         if keep_ptr is not None:
@@ -205,7 +215,7 @@ def _load(ptr, row, first, M, K, stride, keep_ptr, C: tl.constexpr, W: tl.conste
             else:
                 a, b = tl.where(keep_a != 0, a, 0.0), tl.where(keep_b != 0, b, 0.0)
         a, b = tl.permute(a, [1, 0, 2]), tl.permute(b, [1, 0, 2])
-        strips = strips + _split(a, a.shape[0], C, P) + _split(b, b.shape[0], C, P)
+        strips = strips + _split(a, P) + _split(b, P)
     if PAIRS:
         values = ()
         for i in tl.static_range(N):
@@ -229,31 +239,29 @@ def _pack_bf16(low, high):
 
 
 @triton.jit
-def _store(ptr, v, row, first, M, K, stride, C: tl.constexpr, W: tl.constexpr):
+def _store(ptr, v, row, first, M, K, stride):
     """ The inverse of _load. """
     BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
-    N: tl.constexpr = W // 2 if PAIRS else W
+    N: tl.constexpr = len(v) // 2 if PAIRS else len(v)
     P: tl.constexpr = min(128 // BITS, N // 2)
-    PAIRED: tl.constexpr = PAIRS and C > 1
     if PAIRS:
         words = ()
         for i in tl.static_range(N):
             words = words + (_pack_bf16(v[2 * i], v[2 * i + 1]),)
         v = words
-    odd = -(tl.arange(0, C) % 2)[None, :]
+    odd = -(tl.arange(0, STRIPS) % 2)[None, :]
     rows = (row < M)[None, :, None]
     for sector in tl.static_range(N // (2 * P)):
         a, b = _slice(v, sector * 2 * P, P), _slice(v, sector * 2 * P + P, P)
-        if PAIRED:
+        if PAIRS:
             low, high = (), ()
             for i in tl.static_range(P):
                 x, y = _exchange(a[i], b[i], odd)
                 low, high = low + (x,), high + (y,)
             a, b = low, high
-        at_a, at_b, column_a, column_b = _place(row, first, stride, sector, C, N, P, PAIRED)
-        a = _join(_cast(a, ptr.dtype.element_ty), a[0].shape[0], C, P)
-        b = _join(_cast(b, ptr.dtype.element_ty), b[0].shape[0], C, P)
+        at_a, at_b, column_a, column_b = _place(row, first, stride, sector, N, P, PAIRS)
+        a, b = _join(_cast(a, ptr.dtype.element_ty)), _join(_cast(b, ptr.dtype.element_ty))
         tl.store(ptr + at_a, tl.permute(a, [1, 0, 2]), rows & (column_a < K))
         tl.store(ptr + at_b, tl.permute(b, [1, 0, 2]), rows & (column_b < K))
 
@@ -298,7 +306,7 @@ def _sign_words(at, STREAM: tl.constexpr):
 
 @triton.jit
 def _signs(at, STREAM: tl.constexpr, n: tl.constexpr):
-    """ quant.random_signs: n signs, at most 32, as floats. """
+    """ quant.random_signs: n signs, at most 16, as floats. """
     signs = ()
     if STREAM == PLAIN:
         for i in tl.static_range(n):
@@ -313,19 +321,18 @@ def _signs(at, STREAM: tl.constexpr, n: tl.constexpr):
 
 
 @triton.jit
-def _flip(v, at, STREAM: tl.constexpr, n: tl.constexpr, C: tl.constexpr):
-    """ Every n neighbours of the C strips v times diag(signs). """
-    W: tl.constexpr = len(v)
+def _flip(v, at, STREAM: tl.constexpr, n: tl.constexpr):
+    """ Every n neighbours, perhaps of several strips, times diag(signs). """
     if STREAM != PLAIN:
         words = _sign_words(at, STREAM)
         # the first sign of each strip is bit `place % 32` of one of the words
-        place = (tl.arange(0, C) * W % n)[None, :]
-        word = tl.full([1, C], 0, tl.int32) + words[0]
+        place = (tl.arange(0, STRIPS) * STRIP % n)[None, :]
+        word = tl.full([1, STRIPS], 0, tl.int32) + words[0]
         for i in tl.static_range(1, 4):
             word = tl.where(place // 32 == i, words[i], word)
         word = word >> (place % 32)
         out = ()
-        for i in tl.static_range(W):
+        for i in tl.static_range(STRIP):
             sign = (word << (31 - i % n)) & -2147483648
             out = out + ((v[i].to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
         v = out
@@ -343,7 +350,7 @@ def _rotate(v, signs, n: tl.constexpr):
     out = ()
     for first in tl.static_range(0, len(v), n):
         x, waiting = _slice(v, first, n), signs
-        for _ in tl.static_range(n.bit_length() - 1):
+        for _ in tl.static_range(_log2(n)):
             low, high, kept = (), (), ()
             for j in tl.static_range(n // 2):
                 sign = waiting[2 * j] * waiting[2 * j + 1]
@@ -356,20 +363,19 @@ def _rotate(v, signs, n: tl.constexpr):
 
 
 @triton.jit
-def _across(v, n: tl.constexpr, C: tl.constexpr):
+def _across(v, n: tl.constexpr):
     """
     The last steps of the butterfly of n values, which lie in several strips. Each adds or subtracts what the
     partner strip has in the same place; the exclusive or of both and one of them is the other.
     """
-    W: tl.constexpr = len(v)
-    strip = tl.arange(0, C)[None, :]
-    for level in tl.static_range((n // W).bit_length() - 1):
+    strip = tl.arange(0, STRIPS)[None, :]
+    for level in tl.static_range(_log2(n // STRIP)):
         second = strip >> level & 1
         sign = (1 - 2 * second).to(tl.float32)
         out = ()
-        for i in tl.static_range(W):
+        for i in tl.static_range(STRIP):
             mine = v[i].to(tl.int32, bitcast=True)
-            pair = tl.reshape(mine, [mine.shape[0], C >> (level + 1), 2, 1 << level])
+            pair = tl.reshape(mine, [mine.shape[0], STRIPS >> (level + 1), 2, 1 << level])
             both = tl.broadcast_to(tl.xor_sum(pair, axis=2, keep_dims=True), pair.shape)
             other = (tl.reshape(both, mine.shape) ^ mine).to(tl.float32, bitcast=True)
             out = out + (tl.fma(v[i], sign, other),)
@@ -496,11 +502,11 @@ def _to_scale(q, OP: tl.constexpr):
 
 
 @triton.jit
-def _maximum(v, first: tl.constexpr, n: tl.constexpr):
-    """ max |v| of n values of each strip; NaN if one of them is. """
-    a = tl.abs(v[first])
-    for i in tl.static_range(1, n):
-        a = tl.maximum(a, tl.abs(v[first + i]), propagate_nan=tl.PropagateNan.ALL)
+def _maximum(v):
+    """ max |v| of each strip; NaN if a value is. """
+    a = tl.abs(v[0])
+    for i in tl.static_range(1, len(v)):
+        a = tl.maximum(a, tl.abs(v[i]), propagate_nan=tl.PropagateNan.ALL)
     return a
 
 
@@ -510,17 +516,24 @@ def _max_along(a, axis: tl.constexpr):
     return tl.max(a.to(tl.int32, bitcast=True), axis=axis, keep_dims=True).to(tl.float32, bitcast=True)
 
 
+@triton.constexpr_function
+def _share(OP):
+    """ How many neighbouring strips share a scale. Without inner scales, any number would do. """
+    return OP.block[1] // 16 if OP.scale != "none" else 1
+
+
 @triton.jit
-def _amax(v, gain, B: tl.constexpr, ROWS: tl.constexpr):
-    """ Largest magnitude of each block: len(v) / B tensors [R, C]; ROWS rows of a block agree on theirs. """
-    out = ()
-    for first in tl.static_range(0, len(v), B):
-        a = _maximum(v, first, B) * gain
-        if ROWS > 1:
-            square = tl.reshape(a, [a.shape[0] // ROWS, ROWS, a.shape[1]])
-            a = tl.reshape(tl.broadcast_to(_max_along(square, 1), square.shape), a.shape)
-        out = out + (a,)
-    return out
+def _amax(a, OP: tl.constexpr):
+    """ Maxima of strips [R, C] -> in each of them that of its block, of several rows or strips. """
+    ROWS: tl.constexpr = OP.block[0]
+    SHARE: tl.constexpr = _share(OP)
+    if ROWS > 1:
+        square = tl.reshape(a, [a.shape[0] // ROWS, ROWS, a.shape[1]])
+        a = tl.reshape(tl.broadcast_to(_max_along(square, 1), square.shape), a.shape)
+    if SHARE > 1:
+        pair = tl.reshape(a, [a.shape[0], a.shape[1] // SHARE, SHARE])
+        a = tl.reshape(tl.broadcast_to(_max_along(pair, 2), pair.shape), a.shape)
+    return a
 
 
 @triton.jit
@@ -529,20 +542,17 @@ def _outer(amax, tensor_amax, OP: tl.constexpr):
     if OP.outer == TENSOR:
         fate = tl.full([1, 1], 0.0, tl.float32) + tensor_amax
     else:
-        fate = amax[0]
-        for i in tl.static_range(1, len(amax)):
-            fate = tl.maximum(fate, amax[i], propagate_nan=tl.PropagateNan.ALL)
-        fate = _max_along(fate, 1)
+        fate = _max_along(amax, 1)
     top: tl.constexpr = OP.value_grid.max * OP.head_room
     outer = tl.where(fate < TINY, 1.0, _over(_over(fate, OP.reach), top))
     return fate, tl.where(fate < INF, outer, NAN)
 
 
 @triton.jit
-def _inner(v, first: tl.constexpr, factor, a, fate, outer, inv_outer, OP: tl.constexpr, TOP: tl.constexpr):
+def _inner(v, factor, a, fate, outer, inv_outer, OP: tl.constexpr, TOP: tl.constexpr):
     """
-    Inner scales of the blocks that start at `first` in their strips, with maxima a, which go to the grid
-    value TOP -> inner scales, their products with the outer one, and the reciprocals of these.
+    For strips v, times factor, in blocks of the maxima a, which go to the grid value TOP -> inner scales,
+    their products with the outer one, and the reciprocals of these.
     """
     if OP.outer != 0:
         if OP.scale == "none":
@@ -560,13 +570,12 @@ def _inner(v, first: tl.constexpr, factor, a, fate, outer, inv_outer, OP: tl.con
     if OP.rule == "floor" or OP.rule == "3/4":
         inner = _binade(a, 0.0) * 2.0**-OP.value_grid.emax
     elif OP.rule == "quest":
-        B: tl.constexpr = OP.block[1]
         unit, inv_unit = _unit(a)
         squares = ()
-        for i in tl.static_range(B):
-            near_1 = v[first + i] * (inv_unit * factor)
+        for i in tl.static_range(STRIP):
+            near_1 = v[i] * (inv_unit * factor)
             squares = squares + (near_1 * near_1,)
-        rms = tl.sqrt_rn(_sum(squares) * (1.0 / B))
+        rms = tl.sqrt_rn(_sum(squares, OP) * (1.0 / OP.block[1]))
         inner = _binade(rms * (QUEST_TOP / OP.value_grid.max), 0.0) * tl.where(a < TINY, 0.0, unit)
     else:
         q = _over(a, OP.value_grid.max)
@@ -592,35 +601,35 @@ def _unit(a):
 
 
 @triton.jit
-def _sum(x):
-    """ quant._sum of a strip's values: a power of two of them, neighbours first. """
-    for _ in tl.static_range(len(x).bit_length() - 1):
+def _sum(x, OP: tl.constexpr):
+    """ quant._sum, in each strip that of its block: neighbours first, strips before rows. """
+    for _ in tl.static_range(_log2(len(x))):
         pairs = ()
         for i in tl.static_range(len(x) // 2):
             pairs = pairs + (x[2 * i] + x[2 * i + 1],)
         x = pairs
-    return x[0]
+    s = x[0]
+    SHARE: tl.constexpr = _share(OP)
+    for level in tl.static_range(_log2(SHARE)):
+        strips = tl.reshape(s, [s.shape[0], s.shape[1] >> (level + 1), 2, 1 << level])
+        s = tl.reshape(tl.broadcast_to(tl.sum(strips, axis=2, keep_dims=True), strips.shape), s.shape)
+    ROWS: tl.constexpr = OP.block[0]
+    for level in tl.static_range(_log2(ROWS)):
+        rows = tl.reshape(s, [s.shape[0] >> (level + 1), 2, 1 << level, s.shape[1]])
+        s = tl.reshape(tl.broadcast_to(tl.sum(rows, axis=1, keep_dims=True), rows.shape), s.shape)
+    return s
 
 
 @triton.jit
-def _sum_rows(x, ROWS: tl.constexpr):
-    """ The sums of every ROWS rows of x [R, C], in each of them; neighbours first. """
-    for level in tl.static_range(ROWS.bit_length() - 1):
-        pairs = tl.reshape(x, [x.shape[0] >> (level + 1), 2, 1 << level, x.shape[1]])
-        x = tl.reshape(tl.broadcast_to(tl.sum(pairs, axis=1, keep_dims=True), pairs.shape), x.shape)
-    return x
-
-
-@triton.jit
-def _error(v, first: tl.constexpr, codes, factor, scale, a, ROWS: tl.constexpr):
+def _error(v, codes, factor, scale, a, OP: tl.constexpr):
     """ The squared error of blocks rounded to codes times scale, in the units of their maxima a. """
     _, inv_unit = _unit(a)
     scale = scale * inv_unit
     squares = ()
-    for i in tl.static_range(len(codes)):
-        e = v[first + i] * (inv_unit * factor) - codes[i] * scale
+    for i in tl.static_range(STRIP):
+        e = v[i] * (inv_unit * factor) - codes[i] * scale
         squares = squares + (e * e,)
-    return _sum_rows(_sum(squares), ROWS)
+    return _sum(squares, OP)
 
 
 @triton.jit
@@ -644,21 +653,21 @@ def _scale_byte(inner, OP: tl.constexpr):
 
 
 @triton.jit
-def _turn(v, at, STREAM: tl.constexpr, n: tl.constexpr, C: tl.constexpr):
+def _turn(v, at, STREAM: tl.constexpr, n: tl.constexpr):
     """
     v rotated by the signs of this stream, n values at a time, up to a factor: -> values, factor. The factor
     is a sign and, where that is a power of two, 1 / sqrt(n): the scale takes it along without rounding.
     """
     factor = 1.0
-    if n > len(v):
-        v = _across(_rotate(_flip(v, at, STREAM, n, C), _signs(at, PLAIN, len(v)), len(v)), n, C)
+    if n > STRIP:
+        v = _across(_rotate(_flip(v, at, STREAM, n), _signs(at, PLAIN, STRIP), STRIP), n)
         factor = n ** -0.5
     elif n > 0:
         signs = _signs(at, STREAM, n)
         v = _rotate(v, signs, n)
         factor = signs[0] * (n ** -0.5)
-    if n.bit_length() % 2 == 0 and n > 0:
-        v = _times(v, (factor,), len(v))
+    if n > 0 and _log2(n) % 2 == 1:
+        v = _times(v, factor)
         factor = 1.0
     return v, factor
 
@@ -670,18 +679,16 @@ def _magnitude(factor):
 
 
 @triton.jit
-def _times(v, factors, n: tl.constexpr):
-    """ Every n of the tensors v times one of the factors. """
+def _times(v, factor):
     out = ()
     for i in tl.static_range(len(v)):
-        out = out + (v[i] * factors[i // n],)
+        out = out + (v[i] * factor,)
     return out
 
 
 @triton.jit
-def _codes(v, first: tl.constexpr, inv, at, group, OP: tl.constexpr, STREAM: tl.constexpr,
-           SIGNED: tl.constexpr, B: tl.constexpr):
-    """ B values of each strip from `first` on, times inv, on the grid. See _round. """
+def _codes(v, inv, at, group, OP: tl.constexpr, STREAM: tl.constexpr, SIGNED: tl.constexpr):
+    """ Strips v, times inv, on the grid. See _round. """
     EMIN: tl.constexpr = OP.value_grid.emin
     MBITS: tl.constexpr = OP.value_grid.mbits
     TOP: tl.constexpr = OP.value_grid.max
@@ -689,7 +696,7 @@ def _codes(v, first: tl.constexpr, inv, at, group, OP: tl.constexpr, STREAM: tl.
     CLIP: tl.constexpr = OP.rule != "up" and OP.rule != "ceil"
     codes = ()
     noise = v
-    for eight in tl.static_range(first, first + B, 8):
+    for eight in tl.static_range(0, STRIP, 8):
         if OP.rounding == "sr":
             seed, step, micro, layer = at
             noise = _noise(seed, group + eight // 8, step, micro, layer * 16 + STREAM, MBITS)
@@ -706,18 +713,19 @@ def _codes(v, first: tl.constexpr, inv, at, group, OP: tl.constexpr, STREAM: tl.
 
 
 @triton.jit
-def _eden(v, first: tl.constexpr, inv, c, inner, at, group, OP: tl.constexpr, STREAM: tl.constexpr):
+def _eden(v, inv, c, inner, at, group, OP: tl.constexpr, STREAM: tl.constexpr):
     """ quant._eden: the inner scales of blocks that were rounded to c, stochastically corrected. """
     squares, products = (), ()
-    for i in tl.static_range(len(c)):
-        y = v[first + i] * inv
+    for i in tl.static_range(STRIP):
+        y = v[i] * inv
         squares, products = squares + (y * y,), products + (y * c[i],)
-    norm, projection = _sum(squares), _sum(products)
+    norm, projection = _sum(squares, OP), _sum(products, OP)
     inner = inner * tl.where(projection > 0, tl.div_rn(norm, projection), 1.0)
     seed, step, micro, layer = at
     MBITS: tl.constexpr = OP.scale_grid.mbits
-    # each block takes the first number of its first group
-    noise = _noise(seed, group + first // 8, step, micro, layer * 16 + STREAM, MBITS)[0]
+    # each block takes the first number of its first group; a strip has two groups
+    group -= (tl.arange(0, STRIPS) % _share(OP) * 2)[None, :]
+    noise = _noise(seed, group, step, micro, layer * 16 + STREAM, MBITS)[0]
     return tl.minimum(_stochastic(inner, noise, OP.scale_grid.emin, MBITS), OP.scale_grid.max)
 
 
@@ -725,53 +733,44 @@ def _eden(v, first: tl.constexpr, inv, c, inner, at, group, OP: tl.constexpr, ST
 def _round(v, at, group, tensor_amax, factor, OP: tl.constexpr, STREAM: tl.constexpr,
            SIGNED: tl.constexpr):
     """
-    Round strips: W tensors v [R, C], times factor -> W tensors of signed grid values, and by block the
-    scales, the inner scales, and the outer scale.
+    Round strips v, times factor -> signed grid values, in as many tensors [R, C]; scales and inner scales of
+    each strip; and the outer scale.
 
     at     seed, step, micro-step and rank, layer: the address of the noise
     group  [R, C], number of the first group of eight values of each strip; see quant.uniform
     SIGNED keep the sign of what rounds to zero: codes have it, in products it makes no difference
     """
-    B: tl.constexpr = OP.block[1] if OP.scale != "none" else len(v)
-    ROWS: tl.constexpr = OP.block[0]
     TOP: tl.constexpr = OP.value_grid.max
-    amax = _amax(v, _magnitude(factor), B, ROWS)
-    fate, outer, inv_outer = amax[0], amax[0], amax[0]
+    a = _amax(_maximum(v) * _magnitude(factor), OP)
+    fate, outer, inv_outer = a, a, a
     if OP.outer != 0:
-        fate, outer = _outer(amax, tensor_amax, OP)
+        fate, outer = _outer(a, tensor_amax, OP)
         inv_outer = _reciprocal(outer)
-    codes, scales, inners = (), (), ()
-    for block in tl.static_range(len(amax)):
-        a = amax[block]
-        if OP.outer == 0:
-            fate = a
-        inner, scale, inv = _inner(v, block * B, factor, a, fate, outer, inv_outer, OP, TOP)
-        if OP.rule == "4/6":
-            # rounded a third time below: cheaper than to keep both sets of values in registers
-            inner_4, scale_4, inv_4 = _inner(v, block * B, factor, a, fate, outer, inv_outer, OP, 4.0)
-            c = _codes(v, block * B, inv * factor, at, group, OP, STREAM, False, B)
-            c_4 = _codes(v, block * B, inv_4 * factor, at, group, OP, STREAM, False, B)
-            better = (_error(v, block * B, c_4, factor, scale_4, a, ROWS) <
-                      _error(v, block * B, c, factor, scale, a, ROWS))
-            inner, scale = tl.where(better, inner_4, inner), tl.where(better, scale_4, scale)
-            inv = tl.where(better, inv_4, inv)
-        c = _codes(v, block * B, inv * factor, at, group, OP, STREAM, SIGNED, B)
-        if OP.rounding == "eden":
-            inner = _eden(v, block * B, inv * factor, c, inner, at, group, OP, STREAM)
-            scale = inner * outer
-        if OP.rule == "3/4" and OP.rounding == "rtn":
-            scale = inner * NORMAL_FOUR_THIRDS
-        codes, scales, inners = codes + c, scales + (scale,), inners + (inner,)
-    return codes, scales, inners, outer
+    inner, scale, inv = _inner(v, factor, a, fate, outer, inv_outer, OP, TOP)
+    if OP.rule == "4/6":
+        # rounded a third time below: cheaper than to keep both sets of values in registers
+        inner_4, scale_4, inv_4 = _inner(v, factor, a, fate, outer, inv_outer, OP, 4.0)
+        c = _codes(v, inv * factor, at, group, OP, STREAM, False)
+        c_4 = _codes(v, inv_4 * factor, at, group, OP, STREAM, False)
+        better = _error(v, c_4, factor, scale_4, a, OP) < _error(v, c, factor, scale, a, OP)
+        inner, scale = tl.where(better, inner_4, inner), tl.where(better, scale_4, scale)
+        inv = tl.where(better, inv_4, inv)
+    inv = inv * factor
+    c = _codes(v, inv, at, group, OP, STREAM, SIGNED)
+    if OP.rounding == "eden":
+        inner = _eden(v, inv, c, inner, at, group, OP, STREAM)
+        scale = inner * outer
+    if OP.rule == "3/4" and OP.rounding == "rtn":
+        scale = inner * NORMAL_FOUR_THIRDS
+    return c, scale, inner, outer
 
 
 @triton.jit
-def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, C: tl.constexpr,
-           W: tl.constexpr):
+def _write(out, v, codes, inner, outer, row, first, M, K, OP: tl.constexpr):
     """ Store the strips of one tile as values, or as codes and scales: the layout of quant.Quantized. """
     if out.inner is None:
         HALF: tl.constexpr = 2 if out.data.dtype.element_ty == tl.int32 else 1
-        _store(out.data, v, row, first // HALF, M, K // HALF, out.stride // HALF, C, W)
+        _store(out.data, v, row, first // HALF, M, K // HALF, out.stride // HALF)
     else:
         # rows are whole multiples of 16 values; those beyond K are zeros
         K = out.stride
@@ -779,23 +778,22 @@ def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, C: 
         MBITS: tl.constexpr = OP.value_grid.mbits
         if OP.bits == 4:
             pairs = ()
-            for i in tl.static_range(W // 2):
+            for i in tl.static_range(STRIP // 2):
                 low, high = _code(codes[2 * i], EMIN, MBITS, 3), _code(codes[2 * i + 1], EMIN, MBITS, 3)
                 pairs = pairs + (low | high << 4,)
-            _store(out.data, pairs, row, first // 2, M, K // 2, K // 2, C, W // 2)
+            _store(out.data, pairs, row, first // 2, M, K // 2, K // 2)
         else:
             bytes = ()
-            for i in tl.static_range(W):
+            for i in tl.static_range(STRIP):
                 bytes = bytes + (_code(codes[i], EMIN, MBITS, 7),)
-            _store(out.data, bytes, row, first, M, K, K, C, W)
-        B: tl.constexpr = OP.block[1]
+            _store(out.data, bytes, row, first, M, K, K)
+        # the first row and strip of each block store its scale
         ROWS: tl.constexpr = OP.block[0]
-        blocks = (K + B - 1) // B
-        once = (row < M) & (row % ROWS == 0)
-        for i in tl.static_range(W // B):
-            block = first // B + tl.arange(0, C) * (W // B) + i
-            tl.store(out.inner + (row // ROWS)[:, None] * blocks + block[None, :], _scale_byte(inners[i], OP),
-                     once[:, None] & (block < blocks)[None, :])
+        SHARE: tl.constexpr = _share(OP)
+        once, strip = (row < M) & (row % ROWS == 0), tl.arange(0, STRIPS)
+        blocks, block = (K + OP.block[1] - 1) // OP.block[1], (first // STRIP + strip) // SHARE
+        tl.store(out.inner + (row // ROWS)[:, None] * blocks + block[None, :], _scale_byte(inner, OP),
+                 once[:, None] & ((block < blocks) & (strip % SHARE == 0))[None, :])
         if OP.outer > 0:
             at = (row // ROWS)[:, None] * ((K + OP.outer - 1) // OP.outer) + first // OP.outer
             tl.store(out.outer + at, outer, once[:, None])
@@ -806,48 +804,46 @@ def _write(out, v, codes, inners, outer, row, first, M, K, OP: tl.constexpr, C: 
 
 
 @triton.jit
-def _trusted(v, factor, codes, scales, OP: tl.constexpr, B: tl.constexpr):
+def _trusted(v, factor, codes, scale, OP: tl.constexpr):
     """ quant.trust_mask of strips v, times factor, that were rounded to codes. """
     TOP: tl.constexpr = OP.value_grid.max
     out = ()
-    for i in tl.static_range(len(v)):
-        clipped = (tl.abs(codes[i]) >= TOP) & (tl.abs(v[i] * factor) >= TOP * scales[i // B])
+    for i in tl.static_range(STRIP):
+        clipped = (tl.abs(codes[i]) >= TOP) & (tl.abs(v[i] * factor) >= TOP * scale)
         out = out + (clipped == 0,)
     return out
 
 
 @triton.jit
 def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
-          MEASURE: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+          MEASURE: tl.constexpr):
     """
     Rotate, round and store strips v of some lines, from position `first` of each line of `length` -> the
     rounded values. With MEASURE nothing is stored but the largest magnitude.
     """
     OP: tl.constexpr = SIDE.op
     n: tl.constexpr = SIDE.turn
-    v, factor = _turn(v, at, SIDE.signs, n, C)
+    v, factor = _turn(v, at, SIDE.signs, n)
     if MEASURE:
-        a = _maximum(v, 0, W) * _magnitude(factor)
+        a = _maximum(v) * _magnitude(factor)
         tl.atomic_max(amax_ptr + PLACE, tl.max(a.to(tl.int32, bitcast=True)))
     else:
         if n > 0:
             length = (length + n - 1) // n * n
-        codes, inners, outer = v, v, v[0]
+        codes, inner, outer = v, v[0], v[0]
         if OP is not None:
-            B: tl.constexpr = OP.block[1] if OP.scale != "none" else W
             amax = 0.0
             if OP.outer == TENSOR:
                 amax = tl.load(amax_ptr + PLACE).to(tl.float32, bitcast=True)
-            group = line[:, None] * ((length + 7) // 8) + (first // 8 + tl.arange(0, C) * (W // 8))[None, :]
-            codes, scales, inners, outer = _round(v, at, group.to(tl.uint32), amax, factor, OP, SIDE.noise,
-                                                  out.inner is not None)
+            group = line[:, None] * ((length + 7) // 8) + (first // 8 + tl.arange(0, STRIPS) * 2)[None, :]
+            codes, scale, inner, outer = _round(v, at, group.to(tl.uint32), amax, factor, OP, SIDE.noise,
+                                                out.inner is not None)
             if out.trust is not None:
-                trusted = _trusted(v, factor, codes, scales, OP, B)
-                _store(out.trust, trusted, line, first, lines, length, length, C, W)
-            v = _times(codes, scales, B)
+                _store(out.trust, _trusted(v, factor, codes, scale, OP), line, first, lines, length, length)
+            v = _times(codes, scale)
         elif n > 0:
-            v = _times(v, (factor,), W)
-        _write(out, v, codes, inners, outer, line, first, lines, length, OP, C, W)
+            v = _times(v, factor)
+        _write(out, v, codes, inner, outer, line, first, lines, length, OP)
     return v
 
 
@@ -855,10 +851,8 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
 def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, lines, amax_ptr, counter_ptr,
                  layer,
                  ROW: tl.constexpr, COL: tl.constexpr, EXTRA: tl.constexpr, ALIGN: tl.constexpr,
-                 MEASURE: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, FORMATS: tl.constexpr):
+                 MEASURE: tl.constexpr, FORMATS: tl.constexpr):
     """ See round_pair. Program (i, j) has the tile from row 128 i and column 128 j on. """
-    C: tl.constexpr = 128 // W
-    C2: tl.constexpr = 128 // W2
     HALF: tl.constexpr = 2 if x_ptr.dtype.element_ty == tl.int32 else 1
     top, left = tl.program_id(0).to(tl.int64) * 128, tl.program_id(1).to(tl.int64) * 128
     seed, step = tl.load(counter_ptr), tl.load(counter_ptr + 1).to(tl.uint32)
@@ -869,11 +863,11 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
     halves = ()
     for i in tl.static_range(2):
         row = top + i * 64 + tl.arange(0, 64)
-        x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, keep_ptr, C, W)
+        x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, keep_ptr)
         rounded = x
         if ROW is not None and (MEASURE != "col" or ALIGN):
             rounded = _side(_cast(x, tl.float32), row_out, at, row, left, M, K, amax_ptr, 0, ROW,
-                            MEASURE == "row" or MEASURE == "both", C, W)
+                            MEASURE == "row" or MEASURE == "both")
         halves = halves + (rounded if ALIGN else x,)
 
     if COL is not None and MEASURE != "row":
@@ -881,11 +875,10 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
         line = left + tl.arange(0, 128)
         if line_ptr is not None:
             line = tl.load(line_ptr + line, line < K, lines)
-        v = _cast(_transpose(_stack(halves[0], halves[1]), C, W, W2), tl.float32)
+        v = _cast(_transpose(_stack(halves[0], halves[1])), tl.float32)
         if EXTRA is not None and MEASURE == "":
-            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False, C2, W2)
-        _side(v, col_out, at, line, top, lines, M, amax_ptr, 1, COL, MEASURE == "col" or MEASURE == "both",
-              C2, W2)
+            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False)
+        _side(v, col_out, at, line, top, lines, M, amax_ptr, 1, COL, MEASURE == "col" or MEASURE == "both")
 
 
 def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | None, col_out: Out | None,
@@ -933,17 +926,16 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     elif align and row and row.turn:
         rows = triton.cdiv(K, row.turn) * row.turn
 
-    W, W2 = _width(row), _width(col, extra)
     # 128 registers let two programs of 8 warps share a multiprocessor; codes and scales need more. The two
     # roundings of rule 4/6 find room in 16 warps, whose threads have half as many values each
-    twice = any(side and side.op and side.op.rule == "4/6" for side in (row, col)) and W == W2 == 16
+    twice = any(side and side.op and side.op.rule == "4/6" for side in (row, col))
     warps, registers = 16 if twice else 8, None if any(packed) else 128
 
     def launch(measure: str):
         _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
             halves, M, K, row_to, col_to, extra_to, keep_to, lines, rows, amax, counter, layer,
-            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, W=W, W2=W2, FORMATS=FORMATS,
-            num_warps=warps, maxnreg=registers, enable_fp_fusion=False)
+            ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, FORMATS=FORMATS, num_warps=warps,
+            maxnreg=registers, enable_fp_fusion=False)
 
     both = len(sides) == 2 and not align
     for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):
@@ -953,12 +945,6 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
             if packed[place]:
                 out.outer.copy_(quant.outer_scale(amax[place].view(torch.float32), side.op))
     launch("")
-
-
-def _width(*sides: Side | None) -> int:
-    """ Values in a strip: a whole block of each side, and a whole rotation if it is not beyond WIDEST. """
-    blocks = [side.op.block[1] for side in sides if side and side.op and side.op.scale != "none"]
-    return max([16] + blocks + [side.turn for side in sides if side and side.turn <= WIDEST])
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -1068,27 +1054,25 @@ def unpack(packed: Out, op, K: int, dtype: torch.dtype) -> Tensor:
 
 @triton.jit(do_not_specialize=["layer"])
 def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, layer, n: tl.constexpr,
-                      STREAM: tl.constexpr, TURNED: tl.constexpr, W: tl.constexpr):
-    C: tl.constexpr = 128 // W
+                      STREAM: tl.constexpr, TURNED: tl.constexpr):
     top, left = tl.program_id(0).to(tl.int64) * 64, tl.program_id(1).to(tl.int64) * 128
     zero = layer.to(tl.uint32) * 0
     at = (tl.load(counter_ptr), zero, zero, zero)
     row = top + tl.arange(0, 64)
     given = length if TURNED else K
-    v = _cast(_load(x_ptr, row, left, M, given, given, None, C, W), tl.float32)
+    v = _cast(_load(x_ptr, row, left, M, given, given, None), tl.float32)
     if not TURNED:
-        v, factor = _turn(v, at, STREAM, n, C)
-        v = _times(v, (factor,), W)
+        v, factor = _turn(v, at, STREAM, n)
+        v = _times(v, factor)
     if trust_ptr is not None:
-        trust = _cast(_load(trust_ptr, row, left, M, length, length, None, C, W), tl.float32)
+        trust = _cast(_load(trust_ptr, row, left, M, length, length, None), tl.float32)
         out = ()
-        for i in tl.static_range(W):
+        for i in tl.static_range(STRIP):
             out = out + (v[i] * trust[i],)
         v = out
     # the Hadamard matrix is its own inverse; the signs come last
-    v, factor = _turn(v, at, PLAIN, n, C)
-    v = _flip(_times(v, (factor,), W), at, STREAM, n, C)
-    _store(out_ptr, v, row, left, M, K, K, C, W)
+    v, factor = _turn(v, at, PLAIN, n)
+    _store(out_ptr, _flip(_times(v, factor), at, STREAM, n), row, left, M, K, K)
 
 
 def turn_back(x: Tensor, trust: Tensor | None, side: Side, K: int, turned: bool, counter: Tensor) -> Tensor:
@@ -1100,9 +1084,9 @@ def turn_back(x: Tensor, trust: Tensor | None, side: Side, K: int, turned: bool,
     M, n = x.shape[0], side.turn
     out = x.new_empty(M, K)
     if M and K:
-        length, W = triton.cdiv(K, n) * n, n if 16 < n <= WIDEST else 16
+        length = triton.cdiv(K, n) * n
         _turn_back_kernel[(triton.cdiv(M, 64), triton.cdiv(length, TILE))](
-            x, trust, out, M, K, length, counter, 0, n=n, STREAM=side.signs, TURNED=turned, W=W, num_warps=4,
+            x, trust, out, M, K, length, counter, 0, n=n, STREAM=side.signs, TURNED=turned, num_warps=4,
             enable_fp_fusion=False)
     return out
 
