@@ -44,6 +44,7 @@ from config import CHOICES, Config, ConfigError, parse
 from data import Parser
 from eval import autocast, build, commit, pick_device
 from osci import OsciReset
+from parallel import compile_parts
 from quant import (FIXED_SIGNS, TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, pack,
                    quantize, random_signs, trust_mask, uniform)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
@@ -665,7 +666,7 @@ def step_config(size: str, recipe: str, backend: str, device: torch.device, toke
 class Training:
     """ A model that trains on one batch of random tokens: train.py's step without its data and its log. """
 
-    def __init__(self, cfg: Config, device: torch.device, compiled: bool):
+    def __init__(self, cfg: Config, device: torch.device, mode: str):
         self.cfg, self.device, self.done = cfg, device, 0
         self.model, self.layers, self.counter = build(cfg, 2, device)
         self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(cfg.weight_decay), lr=cfg.lr,
@@ -677,7 +678,9 @@ class Training:
         shape = cfg.batch_tokens // cfg.seq_len, cfg.seq_len + 1
         rows = torch.randint(self.model.embed.num_embeddings, shape, generator=g).to(device)
         self.inputs, self.targets = rows[:, :-1], rows[:, 1:]
-        self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.forward = torch.compile(self.model, dynamic=False) if mode == "compiled" else self.model
+        if mode == "parts":
+            compile_parts(self.model)
 
     def step(self, osci: OsciReset | None = None) -> Tensor:
         """ Forward, backward, clipping, AdamW, OsciReset; -> the loss, on the device. """
@@ -759,7 +762,7 @@ def step_rows(args: argparse.Namespace, report: Report, device: torch.device, si
                 cfg = step_config(size, recipe, backend.replace("-", "reference"), device, tokens,
                                   args.seq_len)
                 try:
-                    raw = time_step(lambda: Training(cfg, device, mode == "compiled"), args.n, clock,
+                    raw = time_step(lambda: Training(cfg, device, mode), args.n, clock,
                                     ("topk", "full") if cfg.osci != "off" else ())
                 except torch.OutOfMemoryError:
                     tokens = tokens // 2 // args.seq_len * args.seq_len
@@ -771,7 +774,7 @@ def step_rows(args: argparse.Namespace, report: Report, device: torch.device, si
             bf16 = t.median / tokens if recipe == "bf16" else bf16
             rows.append([size, mode, recipe, backend, f"{tokens:,}", f"{1e3 * tokens / t.median:,.0f}", t,
                          f"{t.median / tokens / bf16:.2f}" if bf16 else "-",
-                         f"{first:.1f}" if mode == "compiled" else "-", f"{raw['peak_gib']:.1f}", t.n])
+                         f"{first:.1f}" if mode != "eager" else "-", f"{raw['peak_gib']:.1f}", t.n])
             osci_rows += [[size, mode, recipe, backend, osci, *(f"{ms:.2f}" for ms in times.values()),
                            f"{100 * osci_share(cfg, **times):.2f}"] for osci, times in raw["osci"].items()]
     return rows, osci_rows
@@ -785,7 +788,7 @@ def bench_step(args: argparse.Namespace):
         table = [["recipe", "first loss", "last loss", "steps"]]
         for recipe in args.recipes:
             cfg = step_config("nano", recipe, "reference", device, 256, 64)
-            losses = check_training(Training(cfg, device, False), 4)
+            losses = check_training(Training(cfg, device, "eager"), 4)
             table.append([recipe, *(f"{loss:.4f}" for loss in losses), 4])
             report.row(recipe=recipe, losses=losses)
         report.say(markdown(table))
@@ -871,7 +874,8 @@ def read_args(argv: list[str]) -> argparse.Namespace:
     step.add_argument("--recipes", type=listed("recipe", recipes),
                       default=["bf16", "tetrajet_base", "tetrajet_full"])
     step.add_argument("--sizes", type=listed("size", SIZES), default=["70m", "370m", "d2048"])
-    step.add_argument("--modes", type=listed("mode", ("eager", "compiled")), default=["eager", "compiled"])
+    step.add_argument("--modes", type=listed("mode", ("eager", "compiled", "parts")),
+                      default=["eager", "compiled"], help="parts: blocks and loss compiled one by one")
     step.add_argument("--seq_len", type=whole(1), default=1024)
     step.add_argument("--tokens", type=whole(1), default=32768,
                       help="in a step, a multiple of seq_len; halved where memory does not allow it (32768)")

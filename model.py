@@ -168,11 +168,15 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, cos, sin)
-        logits = self.head(self.norm(x)).float()                     # (B, S, V)
-        if targets is None:
-            return logits
+        return self.logits(x) if targets is None else self.losses(x, targets)
 
-        counts = targets != IGNORE
+    def logits(self, x: Tensor) -> Tensor:
+        """ What the last block leaves, (B, S, d) -> (B, S, V) float32. """
+        return self.head(self.norm(x)).float()
+
+    def losses(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """ The same and targets (B, S) -> (ce_sum, z_sum, n_targets), see forward. """
+        logits, counts = self.logits(x), targets != IGNORE
         # one logsumexp serves both terms, so that only one (B, S, V) tensor is kept for the backward pass
         lse = logits.logsumexp(-1)                                   # (B, S)
         picked = logits.gather(-1, targets.where(counts, 0)[..., None])[..., 0]

@@ -162,7 +162,7 @@ class Ranks:
             from torch.distributed.fsdp import fully_shard
             mesh = init_device_mesh(self.device.type, (self.world,))
             if compiled:
-                compile_blocks(model)
+                compile_parts(model)
             for block in model.blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             # the rest too gives its memory back, so that outside a forward pass every weight is in parts
@@ -271,19 +271,24 @@ class Ranks:
 ALONE = Ranks()
 
 
-def compile_blocks(model: nn.Module, **options):
+def compile_parts(model: nn.Module, **options):
     """
-    Compile the forward of all blocks as one: they differ in the numbers of their layers alone. To torch a
-    number on a module is a constant unless told otherwise, and after eight blocks it gives up compiling more.
+    Compile the forward of all blocks as one, since they differ in the numbers of their layers alone, and the
+    loss, whose logits would else pass through memory a dozen times. To torch a number on a module is a
+    constant unless told otherwise, and after eight blocks it gives up compiling more.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for block in model.blocks:
         block.forward = in_training(block, torch.compile(block.forward, **options))
+    model.losses = in_training(model, torch.compile(model.losses, **options), model.losses)
 
 
-def in_training(module: nn.Module, compiled: Callable) -> Callable:
-    """ A forward that is compiled in training only: a text would compile it anew for each of its lengths. """
-    eager = module.forward
+def in_training(module: nn.Module, compiled: Callable, eager: Callable | None = None) -> Callable:
+    """
+    A module's forward, or another method, that is compiled in training only: a text would compile it anew for
+    each of its lengths.
+    """
+    eager = eager or module.forward
     return lambda *inputs: (compiled if module.training else eager)(*inputs)
 
 

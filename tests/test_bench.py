@@ -2,6 +2,7 @@
 import argparse
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -309,7 +310,7 @@ def test_each_size_is_a_config_of_one_step():
 def test_training_that_does_not_learn_is_not_timed(monkeypatch):
     """ Catches: the speed of a step that computes nothing. """
     cfg = bench.step_config("nano", "bf16", "reference", CPU, 64, 32)
-    training = bench.Training(cfg, CPU, False)
+    training = bench.Training(cfg, CPU, "eager")
     monkeypatch.setattr(training.optimizer, "step", lambda: None)
     with pytest.raises(bench.CheckFailed, match="the loss of one batch went from"):
         bench.check_training(training, 3)
@@ -445,3 +446,16 @@ def test_a_wrong_rounding_kernel_is_not_timed(recipe, spoilt, monkeypatch):
                     case.check()
             else:
                 assert 2 < case.check() < 4
+
+
+def test_parts_train_what_the_whole_model_does(monkeypatch):
+    """ Catches: a model timed in parts of which one is left out, or whose parts compute something else. """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    cfg = bench.parse(["configs/tetrajet_base.py", "--n_layer=2", "--d_model=32", "--n_head=1", "--d_ff=32",
+                       "--seq_len=16", "--batch_tokens=32", "--vocab_size=64"])
+    losses = []
+    for mode in ("eager", "parts"):
+        torch._dynamo.reset()
+        training = bench.Training(cfg, CPU, mode)
+        losses.append([float(training.step()) for _ in range(3)])
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
