@@ -94,6 +94,7 @@ PAIRS = {
     "4/6 ue5m3": (row_side(replace(UE5M3, rule="4/6"), 32), col_side(replace(SIX, block=(1, 32)), 16), True),
     "eden": (row_side(EDEN, 128), col_side(EDEN, 128), False),
     "eden in 128": (row_side(replace(EDEN, outer=128)), col_side(replace(EDEN, outer=128), 64), True),
+    "eden 1x32": (row_side(replace(EDEN, block=(1, 32))), col_side(replace(EDEN, block=(1, 32))), False),
     "quest": (row_side(QUEST), col_side(replace(QUEST, rounding="sr"), 32), True),
     "3/4": (row_side(THREE_FOURTHS, 32), col_side(replace(THREE_FOURTHS, rounding="sr"), 32), True),
     "turn 64, 128": (row_side(MXFP4, 64), col_side(sr(), 128), True),
