@@ -156,26 +156,28 @@ class Ranks:
         """
         Give the model to all ranks -> what to call in place of the model in training. Make the optimizer
         after that: under FSDP the parameters are others. Compiling touches neither evaluation nor any name.
+
+        Several ranks compile blocks one by one: the gradients of a block travel while the one before it is
+        computed. A model that is compiled as a whole has all gradients at once, at the end.
         """
+        if compiled and self.world > 1:
+            compile_parts(model)
         if self.sharded:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
             mesh = init_device_mesh(self.device.type, (self.world,))
-            if compiled:
-                compile_parts(model)
             for block in model.blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             # the rest too gives its memory back, so that outside a forward pass every weight is in parts
             fully_shard(model, mesh=mesh, reshard_after_forward=True)
             return model
-        module = torch.compile(model, dynamic=False) if compiled else model
         if self.mode == "ddp":
             # no buffer differs between ranks: channels are chosen alike, and the rest never changes
             with warnings.catch_warnings():
                 # of the argument's new name, which older versions do not know
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-                return nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
-        return module
+                return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        return torch.compile(model, dynamic=False) if compiled else model
 
     def micro_step(self, forward: Callable, last: bool):
         """ Around forward and backward of a micro-step: the last one sums the gradients over ranks. """
