@@ -22,7 +22,6 @@ from torch import Tensor
 from gemms import mxfp8_gemm, nvfp4_gemm
 from kernels import PLAIN, Out, Side, no_codes, no_kernel, no_lines, round_pair, turn_back, unpack
 from quant import DW_SIGNS, DX_SIGNS, FIXED_SIGNS, Operand, Quantized, Recipe, inherited, rotation
-from quant import unpack as unpack_codes
 
 
 def up(n: int, multiple: int) -> int:
@@ -139,8 +138,7 @@ def quantized(x: Tensor, op: Operand) -> Quantized:
     side = Side(op)
     out = room(x, *x.shape, side)[1]
     round_pair(x.contiguous(), side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0)
-    code = unpack_codes(out.data, out.stride) if op.bits == 4 else out.data
-    return Quantized(code[:, : x.shape[1]].contiguous(), out.inner, out.outer, op)
+    return Quantized(unpack(out, op, x.shape[1], torch.uint8), out.inner, out.outer, op)
 
 
 def fp8(r: Recipe):

@@ -1032,12 +1032,17 @@ def _unpack_kernel(code_ptr, inner_ptr, outer_ptr, out_ptr, M, K, stride, blocks
     byte = tl.load(code_ptr + row * (stride // PER_BYTE) + k // PER_BYTE).to(tl.int32)
     if PER_BYTE == 2:
         byte = tl.where(k % 2 == 0, byte & 15, byte >> 4)
-    value = _grid_value(byte, OP) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP)
+    value = byte
+    if out_ptr.dtype.element_ty != tl.uint8:
+        value = _grid_value(byte, OP) * _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP)
     tl.store(out_ptr + row * K + k, value.to(out_ptr.dtype.element_ty), inside)
 
 
 def unpack(packed: Out, op, K: int, dtype: torch.dtype) -> Tensor:
-    """ Codes and scales -> values (rows, K) as round_pair would have stored them; -0 is 0 there. """
+    """
+    Codes and scales -> values (rows, K) as round_pair would have stored them; -0 is 0 there. In the dtype
+    uint8: the codes.
+    """
     M = packed.data.shape[0]
     out = torch.empty(M, K, dtype=dtype, device=packed.data.device)
     if M and K:

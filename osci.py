@@ -81,8 +81,10 @@ def rounded_weight(layer: QuantLinear) -> tuple[Tensor, Quantized]:
         q = quantized(w, op)
     else:
         q = quantize(w, op)
-    w = own_rows(layer.weight).detach().float()
-    return w.index_fill(1, layer.channels, 0.0) if layer.split else w, q
+    if layer.stand_in is not None:
+        w = own_rows(layer.weight).detach().float()
+        w = w.index_fill(1, layer.channels, 0.0) if layer.split else w
+    return w, q
 
 
 def level(code: Tensor) -> Tensor:
@@ -298,6 +300,14 @@ class Report:
         }
 
 
+def reports(closed: dict[str, dict]) -> dict[str, Report]:
+    """ Numbers and tensors (), by layer and name -> Reports. All are fetched at once. """
+    tensors = [n for counts in closed.values() for n in counts.values() if isinstance(n, Tensor)]
+    values = iter(torch.stack(tensors).tolist())
+    return {layer: Report(**{name: next(values) if isinstance(n, Tensor) else n
+                             for name, n in counts.items()}) for layer, counts in closed.items()}
+
+
 # -----------------------------------------------------------------------------
 # the schedule
 
@@ -353,7 +363,7 @@ class OsciReset:
             self.windows = {name: Window.open(layer, track) for name, layer in self.layers.items()}
             return None
 
-        reports = {}
+        closed = {}
         # no window is open where a run was resumed in the middle of one without the state of the run before
         for name in self.layers if edge and last else list(self.windows):
             layer, window = self.layers[name], self.windows.get(name)
@@ -362,9 +372,9 @@ class OsciReset:
                 window.advance(w, q, s["tau"], layer.backend)
             if last:
                 if not window or torch.equal(window.channels, layer.channels):
-                    reports[name] = self._close(layer, window, w, q, step)
+                    closed[name] = self._close(layer, window, w, q, step)
                 self.windows.pop(name, None)
-        return Report.total(reports) if reports else None
+        return Report.total(reports(closed)) if closed else None
 
     def _choose(self, layer: QuantLinear, found: Tensor, distance: Tensor, step: int) -> Tensor:
         """ What is to be reset (N, K), given what the window found and all distances to a threshold. """
@@ -385,8 +395,11 @@ class OsciReset:
             chosen[ours[random_subset(ours.numel(), n, address, layer.layer, RESET_CHOICE)]] = True
         return chosen.view_as(found)
 
-    def _close(self, layer: QuantLinear, window: Window | None, w: Tensor, q: Quantized, step: int) -> Report:
-        """ Reset what the window found in one layer, or what is at an edge now if there was none. """
+    def _close(self, layer: QuantLinear, window: Window | None, w: Tensor, q: Quantized, step: int) -> dict:
+        """
+        Reset what the window found in one layer, or what is at an edge now if there was none -> what to
+        report, numbers and tensors ().
+        """
         N, K = w.shape
         distance = threshold_distance(code_units(w, q), in_gaps=True)
         if layer.split:
@@ -408,8 +421,7 @@ class OsciReset:
                 "reset_never": (hit & (history == NEVER)).sum(), "scale_changes": scale_changes,
                 "scale_steps": q.inner.numel() * self.settings["window"], "found": found.sum(),
             }
-        counts |= {"reset": done.sum(), "refused": wanted.sum() - done.sum()}
-        return Report(**{name: int(count) for name, count in counts.items()})
+        return counts | {"reset": done.sum(), "refused": wanted.sum() - done.sum()}
 
     def state_bytes(self) -> int:
         """ Memory of everything kept at this moment, in bytes. """

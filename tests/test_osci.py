@@ -615,18 +615,23 @@ class Ops(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_host_sync_while_a_window_is_open(mode):
-    """ Catches: .item(), nonzero, an if on a tensor: the GPU would wait for the host at each step. """
+def test_no_host_sync_while_a_window_is_open(mode, monkeypatch):
+    """ Catches: .item(), tolist, nonzero, an if on a tensor: the GPU waits for the host at each step. """
+    lists, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x) or tolist(x))
     layer = linear(walk((4, 128), 1, 0.0)[0], RECIPES["tetrajet_full"], outliers=8)
     layer.set_channels(torch.arange(3, 11))
-    watch = OsciReset({"a": layer}, mode, 0, 10, 5)
+    watch = OsciReset({"a": layer, "b": layer}, mode, 0, 10, 5)
+    lists.clear()
     with Ops() as ops:
         for step in range(5):
             watch.after_step(step)
+    assert not lists
     waits = ("_local_scalar_dense", "nonzero", "aten.equal", "masked_select", "unique")
     assert not [name for name in ops.names if any(w in name for w in waits)]
+    assert watch.after_step(5) and len(lists) == 1, "one wait for both layers"
     with Ops() as ops:
-        watch.after_step(5)
+        bool(layer.weight.isfinite().all())
     assert any("_local_scalar_dense" in name for name in ops.names), "the detector does not detect"
 
 
