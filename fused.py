@@ -239,7 +239,7 @@ def own_coordinates(r: Recipe, grad: Tensor, trust: Tensor, other, K: int, count
 
 
 # -----------------------------------------------------------------------------
-# native
+# what can run
 
 
 def emulate_problem(r: Recipe) -> str:
@@ -277,6 +277,10 @@ def native_problem(r: Recipe) -> str:
                       ("e4m3", "e8m0", (1, 32))):
         return "outlier channels are not MXFP8"
     return emulate_problem(r)
+
+
+# -----------------------------------------------------------------------------
+# native
 
 
 def native_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int,
