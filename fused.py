@@ -72,12 +72,15 @@ def _parts(rows: int, columns: int, side: Side) -> list[tuple[int, tuple[int, in
 
 def unpacked(buffer: Tensor, rows: int, columns: int, side: Side) -> Out:
     """ One buffer of packed_bytes() as codes, inner and outer scales, the outer one () for one in all. """
-    parts, at = [], 0
-    for (size, shape), kind in zip(_parts(rows, columns, side), (torch.uint8, torch.uint8, torch.float32)):
-        flat = buffer[at : at + size].view(kind)
-        parts.append(flat[: shape[0] * shape[1]].view(shape))
-        at += size
-    code, inner, outer = parts
+    sizes = [size for size, _ in _parts(rows, columns, side)]
+    return _in_memory(buffer.split(sizes), rows, columns, side)
+
+
+def _in_memory(memory, rows: int, columns: int, side: Side) -> Out:
+    """ Three pieces of memory, as large as _parts() says, as codes and scales. """
+    parts = zip(memory, _parts(rows, columns, side), (torch.uint8, torch.uint8, torch.float32))
+    code, inner, outer = (piece.view(kind)[: shape[0] * shape[1]].view(shape)
+                          for piece, (_, shape), kind in parts)
     if side.op.outer == 0:
         outer = None
     elif side.op.outer < 0:
@@ -136,7 +139,9 @@ def operand(out: Out, op) -> tuple:
 def quantized(x: Tensor, op: Operand) -> Quantized:
     """ quant.quantize(x, op), to nearest, in one pass. """
     side = Side(op)
-    out = room(x, *x.shape, side)[1]
+    # each in memory of its own: OsciReset keeps the scales, and codes with them would double what that costs
+    memory = [torch.empty(size, dtype=torch.uint8, device=x.device) for size, _ in _parts(*x.shape, side)]
+    out = _in_memory(memory, *x.shape, side)
     round_pair(x.contiguous(), side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0)
     return Quantized(unpack(out, op, x.shape[1], torch.uint8), out.inner, out.outer, op)
 

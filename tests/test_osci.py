@@ -865,7 +865,7 @@ def test_what_cannot_work_is_refused(change, message):
 def test_the_kernel_tracks_bit_for_bit(shape, op, track):
     """
     Catches: a flip that is not counted, a scale of another block, a direction forgotten, tau times the wrong
-    distance, places beyond the end of the last block of threads.
+    distance, places beyond the end of the last block of threads; codes that scales keep in memory.
     """
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -890,3 +890,5 @@ def test_the_kernel_tracks_bit_for_bit(shape, op, track):
     for name in ("columns", "w", "excess", "flags", "inner", "outer"):
         x, y = getattr(a, name), getattr(b, name)
         assert (x is None and y is None) or torch.equal(x, y), name
+        # the same memory too, up to the padding of a buffer: a view would keep all that it is a view of
+        assert y is None or y.untyped_storage().nbytes() <= x.numel() * x.element_size() + 15, name
