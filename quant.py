@@ -1008,12 +1008,12 @@ def linear_backward(
     if need_dx:
         a = draws.rotate(dy, r.dx_dy, r.dx_w, DX_SIGNS)
         dx = _gemm(draws.round(a, 3, a.dtype), dx_w, bool(r.dx_dy or r.dx_w), dy.dtype)
-        dx = _turn_back(dx, signs, inherited(r, r.dx_w) > 0, trust_x, K).to(dy.dtype)
+        dx = _turn_back(dx, signs, inherited(r, r.dx_w) > 0, trust_x, K).to(dy.dtype).contiguous()
     if need_dw:
         dyt = _transpose(dy)
         a = draws.rotate(dyt, r.dw_dy, r.dw_x, DW_SIGNS)
         dw = _gemm(draws.round(a, 5, a.dtype), dw_x, bool(r.dw_dy or r.dw_x), dy.dtype)
-        dw = _turn_back(dw, signs, inherited(r, r.dw_x) > 0, trust_w, K).to(dy.dtype)
+        dw = _turn_back(dw, signs, inherited(r, r.dw_x) > 0, trust_w, K).to(dy.dtype).contiguous()
         if channels.numel():
             dy8 = draws.outlier(dyt, r.dw_dy, dy.dtype)
             dw = dw.index_copy(1, channels, _gemm(dy8, dw_x8, bool(r.dw_dy or r.dw_x), dy.dtype))

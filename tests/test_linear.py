@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import quant
 from quant import (DW_SIGNS, DX_SIGNS, E4M3, Counter, Operand, QuantLinear, Recipe, decode, fake_quantize,
                    hadamard, linear_backward, linear_forward, quantize, quantizers_off, random_signs, uniform)
-from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC, TETRAJET_BASE
+from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 
 BASE, FULL = RECIPES["tetrajet_base"], RECIPES["tetrajet_full"]
 CHANNELS = torch.tensor([1, 4, 7, 16, 17])      # not a multiple of 32
@@ -574,7 +574,7 @@ def test_nan_and_inf_are_not_hidden(recipe, channels, bad):
 @pytest.mark.parametrize("channels", (torch.empty(0, dtype=torch.int64), CHANNELS), ids=("base", "full"))
 def test_ops_are_registered_correctly(channels):
     """
-    Catches a fake implementation with other shapes or dtypes than the real one,
+    Catches a fake implementation with other shapes, strides or dtypes than the real one,
     and an output that is an input.
     """
     spec = FULL.spec()
@@ -595,6 +595,11 @@ def test_ops_are_registered_correctly(channels):
         for need in ((True, True), (True, False), (False, True)):
             torch.library.opcheck(linear_backward, (torch.randn_like(y).detach(), *operands, channels, state,
                                                     3, spec, *need, "reference", 20))
+    # a gradient that is turned back, from 32 columns to 20
+    spec = RECIPES["quartet"].spec()
+    y, *saved = linear_forward(randn(24, 20), randn(18, 20), CHANNELS[:0], counter, 3, spec, True, "reference")
+    torch.library.opcheck(linear_backward, (torch.randn_like(y), *saved[:5], CHANNELS[:0], saved[5], 3, spec,
+                                            True, True, "reference", 20))
 
 
 @pytest.mark.parametrize("autocast", (False, True))
