@@ -7,7 +7,6 @@ To try an idea of your own, add an entry here; a new rounding rule or block form
 quant.py. Oscillation resets (osci.py) and the choice of outlier channels (outliers.py) are training options,
 not part of a recipe; a recipe only says in which format the outlier channels are kept.
 """
-import re
 from dataclasses import fields, replace
 
 from quant import TENSOR, Operand, Recipe

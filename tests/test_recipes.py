@@ -16,7 +16,7 @@ from config import ConfigError, parse
 from eval import recipe_of
 from quant import (DW_SIGNS, DX_SIGNS, FIXED_SIGNS, GRIDS, TENSOR, Counter, Operand, QuantLinear, Recipe,
                    fake_quantize, hadamard, quantize, random_signs, uniform)
-from recipes import EDEN, NVFP4, RECIPES, SQUARE
+from recipes import EDEN, NVFP4, RECIPES
 from test_train import WINDOWS, assert_same, go, last_state, learned, rows, shards, tiny  # noqa: F401
 
 T, K, N = 64, 96, 80
