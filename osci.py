@@ -329,7 +329,8 @@ class OsciReset:
     tau     reset where dist_Q / dist_M >= tau, in modes full and topk
 
     The training loop calls after_step(step) after each optimizer step. Outside windows that costs nothing and
-    nothing is kept. Inside, it rounds each weight once a step, on the device; only the report waits for it.
+    nothing is kept. Inside, it rounds each weight once a step, on the device. The last step waits for it twice,
+    for all layers together, and the controls once more for each.
     A weight that did not move at all is never reset, whatever its scale did (the ratio would be x / 0).
     A layer whose outlier channels change while a window is open is left out of that window.
     """
@@ -363,7 +364,12 @@ class OsciReset:
             self.windows = {name: Window.open(layer, track) for name, layer in self.layers.items()}
             return None
 
-        closed = {}
+        closed, fits = {}, {}
+        if last and self.windows:
+            # asked for all layers at once, so that the device is waited for once and not before each of them
+            same = [(window.channels == self.layers[name].channels).all()
+                    for name, window in self.windows.items()]
+            fits = dict(zip(self.windows, torch.stack(same).tolist()))
         # no window is open where a run was resumed in the middle of one without the state of the run before
         for name in self.layers if edge and last else list(self.windows):
             layer, window = self.layers[name], self.windows.get(name)
@@ -371,7 +377,7 @@ class OsciReset:
             if window:
                 window.advance(w, q, s["tau"], layer.backend)
             if last:
-                if not window or torch.equal(window.channels, layer.channels):
+                if fits.get(name, True):
                     closed[name] = self._close(layer, window, w, q, step)
                 self.windows.pop(name, None)
         return Report.total(reports(closed)) if closed else None
@@ -379,14 +385,14 @@ class OsciReset:
     def _choose(self, layer: QuantLinear, found: Tensor, distance: Tensor, step: int) -> Tensor:
         """ What is to be reset (N, K), given what the window found and all distances to a threshold. """
         mode = self.settings["mode"]
-        if mode in ("full", "topk"):
-            return found
+        if mode in ("full", "topk", "watch"):
+            return found if mode != "watch" else torch.zeros_like(found)
         chosen, n = torch.zeros_like(found).flatten(), int(found.sum())
         if mode == "nearest":
             # a stable sort, so that ties fall alike on every device
             nearest = distance.flatten().sort(stable=True).indices[:n]
             chosen[nearest] = distance.flatten()[nearest].isfinite()
-        elif mode == "random":
+        else:
             ours = torch.ones_like(found)
             if layer.split:
                 ours.index_fill_(1, layer.channels, False)
