@@ -13,9 +13,10 @@ strips of neighbouring threads. Only the transposition goes through shared memor
 
 Bits: as in quant.py, float32 and one rounding per written operation, with the compiler's own fusion off.
 tl.fma stands where the product is exact (one factor is a power of two) and so rounds as a product and a sum
-do. Three liberties that cannot show in a result: a factor 1/4 of the rotation is multiplied into the scale
-(for |x| below 2^120), values saturate after rounding instead of before, and not at all where the scale was
-rounded up, and a division is a reciprocal with two corrections, which is the exact quotient (_divide).
+do. Three liberties that cannot show in a result: a rotation's factor, where it is a power of two (1/4 for 16
+values), is multiplied into the scale (for |x| below 2^120), values saturate after rounding instead of before,
+and not at all where the scale was rounded up, and a division is a reciprocal with two corrections, which is
+the exact quotient (_divide).
 
 What this file leaves out: which operand is rounded how. It takes quant.Operand as a plain record of settings.
 
@@ -1057,12 +1058,12 @@ def unpack(packed: Out, op, K: int, dtype: torch.dtype) -> Tensor:
 # gradients in the coordinates of a rotated forward pass
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, layer, n: tl.constexpr,
+@triton.jit
+def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, n: tl.constexpr,
                       STREAM: tl.constexpr, TURNED: tl.constexpr):
     top, left = tl.program_id(0).to(tl.int64) * 64, tl.program_id(1).to(tl.int64) * 128
-    zero = layer.to(tl.uint32) * 0
-    at = (tl.load(counter_ptr), zero, zero, zero)
+    # the signs of the forward pass are those of the whole run: of the address they look at the seed alone
+    at = (tl.load(counter_ptr), 0, 0, 0)
     row = top + tl.arange(0, 64)
     given = length if TURNED else K
     v = _cast(_load(x_ptr, row, left, M, given, given, None), tl.float32)
@@ -1091,7 +1092,7 @@ def turn_back(x: Tensor, trust: Tensor | None, side: Side, K: int, turned: bool,
     if M and K:
         length = triton.cdiv(K, n) * n
         _turn_back_kernel[(triton.cdiv(M, 64), triton.cdiv(length, TILE))](
-            x, trust, out, M, K, length, counter, 0, n=n, STREAM=side.signs, TURNED=turned, num_warps=4,
+            x, trust, out, M, K, length, counter, n=n, STREAM=side.signs, TURNED=turned, num_warps=4,
             enable_fp_fusion=False)
     return out
 
