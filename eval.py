@@ -211,6 +211,13 @@ def rounding(cfg: Config) -> list[Recipe]:
     return [Recipe(align=False) if is_kept(cfg, name) else recipe for name in linears(cfg)]
 
 
+def keeps_codes(r: Recipe) -> bool:
+    """ Whether the back end packed finds anything to keep as codes; by itself emulate keeps values. """
+    from fused import as_codes, saved_sides
+    sides = saved_sides(r, T=1, K=1, N=1, C=1 if r.outlier else 0)
+    return any(rows and as_codes(side, "packed") for rows, _, side in sides)
+
+
 def idle(cfg: Config, ranks: Ranks = ALONE) -> list[str]:
     """
     The knobs that are not at their defaults and change nothing in this run, a line for each reason. Config
@@ -233,6 +240,8 @@ def idle(cfg: Config, ranks: Ranks = ALONE) -> list[str]:
             return ""
         if not rounds and (knob in (*ROUNDING, "bf16_forward", "backend") or outlier or osci):
             return f"recipe {cfg.recipe} rounds nothing here"
+        if knob == "backend" and cfg.backend == "packed" and not any(map(keeps_codes, ours)):
+            return "what backward needs has no codes in this recipe, so it is as emulate"
         if outlier and not cfg.outlier_frac:
             return "outlier_frac = 0"
         if osci and (cfg.osci == "off" or cfg.osci not in OSCI_KNOBS.get(knob, CHOICES["osci"])):

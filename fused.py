@@ -4,7 +4,8 @@ The quantized linear of quant.py on a GPU: the same six operands in fewer passes
     emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales
               are those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
     packed    the same values, but what is kept for the backward pass is codes and scales, 4.75 bits a value,
-              and made into values there: less memory, and some time
+              and made into values there: less memory, and some time. What has no codes (kernels.no_codes)
+              stays as in emulate
     native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py)
 
 Outlier channels need no second product: in the emulation they are further columns of both operands,

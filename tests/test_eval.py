@@ -233,6 +233,17 @@ def test_the_back_end_for_other_recipes(pick):
     assert pick("native", None, Recipe()) == "native"
 
 
+@pytest.mark.parametrize("recipe, changes, acts", [
+    ("tetrajet_full", {}, True), ("nvfp4", {}, True), ("nvfp4", {"quantizers": "1,2,4"}, True),
+    ("nvfp4", {"quantizers": "1,2,3,5"}, False), ("quartet", {}, False), ("fp8", {}, False),
+    ("fp8", {"outlier_frac": 0.1, "outlier_format": "mxfp8"}, True), ("nvfp4", {"keep_last": 1.0}, False)])
+def test_packed_acts_or_says_that_it_does_not(recipe, changes, acts):
+    """ Catches: a run that is said to take less memory, where all is kept as in emulate. """
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build of PyTorch does not bring along")
+    lines = evaluation.idle(Config(recipe=recipe, backend="packed", **changes))
+    assert acts == (not any("backend = 'packed'" in line for line in lines)), lines
+
+
 def test_without_triton(pick, monkeypatch):
     """ Catches: a traceback of an import where one line says what to install. """
     monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
