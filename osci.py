@@ -329,8 +329,8 @@ class OsciReset:
     tau     reset where dist_Q / dist_M >= tau, in modes full and topk
 
     The training loop calls after_step(step) after each optimizer step. Outside windows that costs nothing and
-    nothing is kept. Inside, it rounds each weight once a step, on the device. The last step waits for it twice,
-    for all layers together, and the controls once more for each.
+    nothing is kept. Inside, it rounds each weight once a step, on the device. The last step waits for it
+    twice, for all layers together; the controls random and nearest wait once more for each.
     A weight that did not move at all is never reset, whatever its scale did (the ratio would be x / 0).
     A layer whose outlier channels change while a window is open is left out of that window.
     """
