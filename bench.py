@@ -206,9 +206,13 @@ class Report:
             os.replace(temporary, self.folder / name)
 
 
-def no_times(report: Report, what: str):
+def no_times(report: Report, args: argparse.Namespace, what: str, *acts: str):
+    """ Say what is all that happens on a CPU, and which of the flags given, but for `acts`, do nothing. """
     report.say(f"On a CPU: {what} checked and nothing timed, since a time here would say nothing about FP4."
                + ("" if report.folder else " Not saved: that takes --out=FOLDER."))
+    given = [word for word in args.argv if word.startswith("--")]
+    if idle := [w for w in given if w.split("=")[0] not in ("--device", "--out", "--overwrite", *acts)]:
+        report.say(f"Without effect on a CPU: {', '.join(idle)}")
 
 
 def free():
@@ -460,7 +464,7 @@ def bench_kernels(args: argparse.Namespace):
         if "emulate" in backends_here(device):
             report.say(gemm_table(gemm_cases(device, 8192), report, clock, args.n))
         return
-    no_times(report, "the rounding of one small tensor is")
+    no_times(report, args, "the rounding of one small tensor is")
     report.say(kernel_table(reference_cases(device, 64, 256), report, clock, args.n, copy))
 
 
@@ -609,7 +613,7 @@ def bench_linear(args: argparse.Namespace):
     report.say("Checked at T=256, K=384, N=512: relative errors against float64.")
     report.say(markdown(table))
     if device.type != "cuda":
-        return no_times(report, "layers of this one shape are")
+        return no_times(report, args, "layers of this one shape are", "--backends")
     report.say("Medians, and least to most; the float32 master weight is cast or rounded in each forward. "
                "Speed over bf16: of both passes together, then of each.")
     report.say(markdown(linear_table(args, report, device, methods, CudaClock(device))))
@@ -784,7 +788,7 @@ def bench_step(args: argparse.Namespace):
     device = pick_device(args)
     report = Report(args, device)
     if device.type != "cuda":
-        no_times(report, "four steps of the nano size are")
+        no_times(report, args, "four steps of the nano size are", "--recipes", "--backends")
         table = [["recipe", "first loss", "last loss", "steps"]]
         for recipe in args.recipes:
             cfg = step_config("nano", recipe, "reference", device, 256, 64)

@@ -336,6 +336,17 @@ def test_on_a_cpu_everything_is_checked_and_nothing_timed(what, tmp_path, capsys
     assert data["command"].startswith(f"python bench.py {what} --device=cpu")
 
 
+@pytest.mark.parametrize("argv, idle", [
+    (["kernels"], ""), (["kernels", "--recipes=quartet", "--n=7"], "--recipes=quartet, --n=7"),
+    (["step", "--recipes=bf16", "--modes", "parts"], "--modes")])
+def test_a_flag_that_does_nothing_on_a_cpu_is_named(argv, idle, capsys, monkeypatch):
+    """ Catches: kernels of a recipe that pass for checked where only the reference ran. """
+    monkeypatch.setattr(bench, "step_config", lambda *args: cfg_of(args[1]))
+    bench.main([*argv, "--device=cpu"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Without effect")]
+    assert said == ([f"Without effect on a CPU: {idle}"] if idle else [])
+
+
 def cfg_of(recipe: str) -> Config:
     return Config(recipe=recipe, n_layer=1, d_model=32, n_head=2, d_ff=64, seq_len=32, batch_tokens=128,
                   outlier_frac=0.1 if recipe == "tetrajet_full" else 0.0)
