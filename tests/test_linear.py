@@ -597,8 +597,9 @@ def test_ops_are_registered_correctly(channels):
                                                     3, spec, *need, "reference", 20))
     # a gradient that is turned back, from 32 columns to 20
     spec = RECIPES["quartet"].spec()
-    y, *saved = linear_forward(randn(24, 20), randn(18, 20), CHANNELS[:0], counter, 3, spec, True, "reference")
-    torch.library.opcheck(linear_backward, (torch.randn_like(y), *saved[:5], CHANNELS[:0], saved[5], 3, spec,
+    none = CHANNELS[:0]
+    y, *saved = linear_forward(randn(24, 20), randn(18, 20), none, counter, 3, spec, True, "reference")
+    torch.library.opcheck(linear_backward, (torch.randn_like(y), *saved[:5], none, saved[5], 3, spec,
                                             True, True, "reference", 20))
 
 
