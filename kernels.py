@@ -860,14 +860,15 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
     micro = ((tl.load(counter_ptr + 2) << 16) + tl.load(counter_ptr + 3)).to(tl.uint32)
     at = (seed, step, micro, layer.to(tl.uint32))
 
-    # half of the rows at a time, so that few values are alive at once
-    halves = ()
+    # half of the rows at a time, so that few values are alive at once. A pass for the maxima of columns may
+    # need the rounded rows too; storing them is left to the last pass
+    halves, stored = (), M if MEASURE == "" else 0
     for i in tl.static_range(2):
         row = top + i * 64 + tl.arange(0, 64)
         x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, keep_ptr)
         rounded = x
         if ROW is not None and (MEASURE != "col" or ALIGN):
-            rounded = _side(_cast(x, tl.float32), row_out, at, row, left, M, K, amax_ptr, 0, ROW,
+            rounded = _side(_cast(x, tl.float32), row_out, at, row, left, stored, K, amax_ptr, 0, ROW,
                             MEASURE == "row" or MEASURE == "both")
         halves = halves + (rounded if ALIGN else x,)
 

@@ -681,6 +681,26 @@ def test_empty_batch(case, backend):
     assert out["y"].shape == (0, 19) and out["dx"].shape == (0, 21) and (out["dw"] == 0).all()
 
 
+def test_passes_for_maxima_store_no_values(monkeypatch):
+    """ Catches: rounded rows that are written twice, first on the way to the maxima of the columns. """
+    r, x = RECIPES["quartet2"], randn(33, 40).to(DEVICE)
+    row, col = fused.side_of(r, 1), fused.side_of(r, 6)
+    outs, left = (values(x, 33, 40, row), values(x, 40, 33, col)), []
+    for out in outs:
+        out.data.fill_(POISON)
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                kernel[grid](*args, **kwargs)
+                left.append((kwargs["MEASURE"], *(bool((out.data == POISON).all()) for out in outs)))
+            return launch
+    kernel = kernels._pair_kernel
+    monkeypatch.setattr(kernels, "_pair_kernel", Watched())
+    round_pair(x, row, col, *outs, COUNTER.state, LAYER, align=True)
+    assert left == [("row", True, True), ("col", True, True), ("", False, False)]
+
+
 # -----------------------------------------------------------------------------
 # autograd, compilation, recomputation
 
