@@ -310,6 +310,16 @@ KERNEL_SHAPES = {"70m qkv": (32768, 512, 1536), "70m down": (32768, 1024, 512),
                  "d4096": (32768, 4096, 4096)}
 
 
+def check_kernels(recipes: list[str]):
+    """ BenchError if there is one without kernels, before anything is measured: one of your own, perhaps. """
+    from fused import emulate_problem
+    for name in recipes:
+        off = [f"Q{i}" for i, op in enumerate(RECIPES[name].operands, 1) if op is None]
+        problem = f"{off[0]} rounds nothing" if off else emulate_problem(RECIPES[name])
+        if problem:
+            raise BenchError(f"recipe {name} has no kernels to time: {problem}; leave it out of --recipes")
+
+
 def fused_cases(device: torch.device, name: str, T: int, K: int, N: int, recipe: str) -> list[Case]:
     """ The three kernels of a linear without outlier channels: X and W with what is kept of them, and dY. """
     from fused import side_of, values
@@ -449,6 +459,8 @@ def kernel_table(cases: list[Case], report: Report, clock, n: int, copy: float |
 
 def bench_kernels(args: argparse.Namespace):
     device = pick_device(args)
+    if "emulate" in backends_here(device):
+        check_kernels(args.recipes)
     report, clock, copy = Report(args, device), None, None
     if device.type == "cuda":
         clock = CudaClock(device)

@@ -2,6 +2,7 @@
 import argparse
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -345,6 +346,21 @@ def test_a_flag_that_does_nothing_on_a_cpu_is_named(argv, idle, capsys, monkeypa
     bench.main([*argv, "--device=cpu"])
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Without effect")]
     assert said == ([f"Without effect on a CPU: {idle}"] if idle else [])
+
+
+def test_a_recipe_without_kernels_is_one_line(capsys, monkeypatch):
+    """ Catches: a traceback in the middle of the measuring, for a recipe of one's own. """
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build of PyTorch does not bring along")
+    monkeypatch.setattr(bench, "backends_here", lambda device: ["reference", "emulate"])
+    base = bench.RECIPES["tetrajet_base"]
+    small = replace(base.y_w, block=(1, 8))
+    for recipe, words in ((replace(base, dx_w=None), "Q4 rounds nothing"),
+                          (replace(base, y_w=small), "Q2: no kernel for blocks of 1x8")):
+        monkeypatch.setitem(bench.RECIPES, "mine", recipe)
+        with pytest.raises(SystemExit) as error:
+            bench.main(["kernels", "--device=cpu", "--recipes=tetrajet_base,mine"])
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and words in said and said.count("\n") == 1
 
 
 def cfg_of(recipe: str) -> Config:
