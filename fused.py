@@ -212,11 +212,15 @@ def emulate_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: T
                      need_dw: bool, K: int, backend: str):
     """ As quant.linear_backward -> dx, dw. """
     (T, N), C = dy.shape, channels.numel()
-    needed = need_dx, need_dw, need_dw and C > 0
-    dx_w, dw_x, dw_x8 = (
-        unpack(unpacked(kept, rows, columns, side), side.op, up(columns, side.turn), dy.dtype)
-        if need and as_codes(side, backend) else kept
-        for need, kept, (rows, columns, side) in zip(needed, (dx_w, dw_x, dw_x8), saved_sides(r, T, K, N, C)))
+    sides = saved_sides(r, T, K, N, C)
+
+    def kept(buffer: Tensor, which: int) -> Tensor:
+        """ As values, made at the last moment, so that few of them are there at once. """
+        rows, columns, side = sides[which]
+        if not as_codes(side, backend):
+            return buffer
+        return unpack(unpacked(buffer, rows, columns, side), side.op, up(columns, side.turn), dy.dtype)
+
     row, col = side_of(r, 3) if need_dx else None, side_of(r, 5) if need_dw else None
     if row and idle(row):
         row = None
@@ -225,11 +229,11 @@ def emulate_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: T
     round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_dx:
-        dx = own_coordinates(r, F.linear(a.data if a else dy, dx_w), trust_x, r.dx_w, K, counter)
+        dx = own_coordinates(r, F.linear(a.data if a else dy, kept(dx_w, 0)), trust_x, r.dx_w, K, counter)
     if need_dw:
-        dw = own_coordinates(r, F.linear(at.data, dw_x), trust_w, r.dw_x, K, counter)
+        dw = own_coordinates(r, F.linear(at.data, kept(dw_x, 1)), trust_w, r.dw_x, K, counter)
         if extra:
-            dw.index_copy_(1, channels, F.linear(at8.data, dw_x8))
+            dw.index_copy_(1, channels, F.linear(at8.data, kept(dw_x8, 2)))
     return dx, dw
 
 

@@ -904,7 +904,7 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     source  the operands of TetraJet-v2, arXiv 2510.27527
     """
     M, K = x.shape
-    if M == 0 or K == 0:
+    if M == 0 or K == 0 or not (row or col):
         return
     packed = [out is not None and out.inner is not None for out in (row_out, col_out, extra_out)]
     for side, codes in zip((row, col, extra), packed):

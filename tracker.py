@@ -100,7 +100,8 @@ def run_id(folder: Path) -> str:
                 file.write(known.encode())
         return known
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; make way for it, or leave out --wandb")
+        raise ConfigError(f"cannot write {path}: {error.strerror}; make way for it, or leave out "
+                          "--wandb") from None
 
 
 def reachable(url: str, seconds: float = 5) -> bool:

@@ -46,15 +46,18 @@ def test_every_mantissa_divides_exactly(number, exponent):
     assert torch.equal(quotient, a / b)
 
 
-@pytest.mark.parametrize("recipe", ("tetrajet_base", "tetrajet_full"))
-def test_a_cuda_graph_sees_the_counter(recipe):
+# outlier channels; one scale for the tensor, and noise in scales; trust masks, and gradients turned back
+@pytest.mark.parametrize("recipe, backend", [
+    ("tetrajet_base", "emulate"), ("tetrajet_full", "emulate"), ("tetrajet_full", "packed"),
+    ("quartet2", "packed"), ("quartet", "emulate")])
+def test_a_cuda_graph_sees_the_counter(recipe, backend):
     """
     Catches: seed and step that a kernel takes as numbers, which a graph would repeat for ever; an allocation
     or a wait for the host within the layer, which capture refuses.
     """
     outliers = 13 if RECIPES[recipe].outlier else 0
     layer = QuantLinear(128, 96, bias=False, recipe=RECIPES[recipe], counter=Counter(5, device="cuda"),
-                        outliers=outliers, backend="emulate").cuda()
+                        outliers=outliers, backend=backend).cuda()
     layer.set_channels(torch.arange(0, 9 * outliers, 9, device="cuda"))
     x, dy = torch.randn(160, 128, device="cuda").requires_grad_(), torch.randn(160, 96, device="cuda")
 
