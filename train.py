@@ -131,8 +131,8 @@ class Run:
             raise ConfigError(f"{self.folder} holds a run with {', '.join(differ)}; type --name=ANOTHER, or "
                               "--overwrite to delete that run")
         if state["step"] > cfg.steps:
-            raise ConfigError(f"{self.folder} is at step {state['step']}, beyond the last one of steps = "
-                              f"{cfg.steps}; type --name=ANOTHER, or --overwrite to delete that run")
+            raise ConfigError(f"{self.folder} is at step {short(str(state['step']))}, beyond the last one of "
+                              f"steps = {cfg.steps}; type --name=ANOTHER, or --overwrite to delete that run")
         # killed during its last evaluation, a run has the last checkpoint and lacks the row: so that is done
         if state["step"] >= cfg.steps and self._has_row(cfg.steps):
             raise ConfigError(f"{self.folder} holds this run, finished; type --name=ANOTHER, "
@@ -379,9 +379,6 @@ class Trainer:
             raise ConfigError(f"the run began with {state['train_tokens']:,} training tokens of "
                               f"{state['vocab_size']} ids and the data now has {tokens:,} of {vocab}; type "
                               "--data=DIR of the same data, or --name=ANOTHER for a new run")
-        if state["step"] > self.cfg.steps:
-            raise ConfigError(f"the checkpoint is of step {short(str(state['step']))} and the run has "
-                              f"{self.cfg.steps}; type --name=ANOTHER, or --overwrite to start anew")
         try:
             check_tensors(state["model"], self.model.state_dict())
             saved, ours = state["optimizer"]["param_groups"], self.optimizer.state_dict()["param_groups"]
