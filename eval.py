@@ -26,7 +26,6 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from functools import lru_cache
 from pathlib import Path
-from typing import Iterator
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from torch import nn
 from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
-from parallel import ALONE, Ranks
+from parallel import ALONE, Ranks, each_tensor
 from quant import BACKENDS, Counter, QuantLinear, Recipe, quantize, quantizers_off
 from recipes import RECIPES, altered
 from remedies import QEma
@@ -349,18 +348,11 @@ def read_checkpoint(path: Path) -> dict:
     # train.py saves no NaN, and to go on from one would waste the run
     for part in ("model", "optimizer"):
         with suppress(RuntimeError):        # a sparse tensor, or one without memory, will not fit the model
-            if not all(t.isfinite().all() for t in tensors(state[part])):
+            good = []
+            each_tensor(state[part], lambda t: good.append(bool(t.isfinite().all())))
+            if not all(good):
                 raise CheckpointError(f"{path} has a NaN or an Inf in its {part}")
     return state
-
-
-def tensors(tree) -> Iterator[torch.Tensor]:
-    """ The tensors in dicts, lists and tuples. """
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors(value)
 
 
 def check_tensors(found: dict, expected: dict):
