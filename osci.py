@@ -385,8 +385,10 @@ class OsciReset:
     def _choose(self, layer: QuantLinear, found: Tensor, distance: Tensor, step: int) -> Tensor:
         """ What is to be reset (N, K), given what the window found and all distances to a threshold. """
         mode = self.settings["mode"]
-        if mode in ("full", "topk", "watch"):
-            return found if mode != "watch" else torch.zeros_like(found)
+        if mode == "watch":
+            return torch.zeros_like(found)
+        if mode in ("full", "topk"):
+            return found
         chosen, n = torch.zeros_like(found).flatten(), int(found.sum())
         if mode == "nearest":
             # a stable sort, so that ties fall alike on every device

@@ -281,17 +281,14 @@ def compile_parts(model: nn.Module, **options):
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for block in model.blocks:
-        block.forward = in_training(block, torch.compile(block.forward, **options))
-    model.losses = in_training(model, torch.compile(model.losses, **options), model.losses)
+        block.forward = in_training(block, block.forward, **options)
+    model.losses = in_training(model, model.losses, **options)
 
 
-def in_training(module: nn.Module, compiled: Callable, eager: Callable | None = None) -> Callable:
-    """
-    A module's forward, or another method, that is compiled in training only: a text would compile it anew for
-    each of its lengths.
-    """
-    eager = eager or module.forward
-    return lambda *inputs: (compiled if module.training else eager)(*inputs)
+def in_training(module: nn.Module, method: Callable, **options) -> Callable:
+    """ A module's method, compiled in training only: a text would compile it anew for each of its lengths. """
+    compiled = torch.compile(method, **options)
+    return lambda *inputs: (compiled if module.training else method)(*inputs)
 
 
 def as_bytes(t: Tensor) -> Tensor:
