@@ -286,7 +286,7 @@ def compile_parts(model: nn.Module, **options):
 
 
 def in_training(module: nn.Module, method: Callable, **options) -> Callable:
-    """ A module's method, compiled in training only: a text would compile it anew for each of its lengths. """
+    """ A module's method, compiled in training only: a text would compile it for each of its lengths. """
     compiled = torch.compile(method, **options)
     return lambda *inputs: (compiled if module.training else method)(*inputs)
 
