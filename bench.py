@@ -45,8 +45,8 @@ from data import Parser
 from eval import autocast, build, commit, pick_device
 from osci import OsciReset
 from parallel import compile_parts
-from quant import (FIXED_SIGNS, TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, pack,
-                   quantize, random_signs, trust_mask, uniform)
+from quant import (TENSOR, Counter, Operand, QuantLinear, fake_quantize, hadamard, pack, quantize,
+                   random_signs, trust_mask, uniform)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from roofline import GPUS, METHODS, OUTLIER_SHARE, PAPER, layer_shapes, roofline
 
@@ -367,12 +367,7 @@ def fused_cases(device: torch.device, name: str, T: int, K: int, N: int, recipe:
 
 def turned(x: Tensor, side, counter: Tensor, layer: int) -> Tensor:
     """ x rotated as this side of a matrix is. """
-    if not side.turn:
-        return x
-    if side.signs == FIXED_SIGNS:
-        counter, layer = counter * torch.tensor([1, 0, 0, 0], device=counter.device), 0
-    signs = random_signs(side.turn, counter, layer, side.signs)
-    return hadamard(x, signs if side.signs else torch.ones_like(signs))
+    return hadamard(x, random_signs(side.turn, counter, layer, side.signs)) if side.turn else x
 
 
 def rounded_side(x: Tensor, side, counter: Tensor, layer: int, columns: int | None = None) -> Tensor:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemms import mxfp8_gemm, nvfp4_gemm
-from kernels import PLAIN, Out, Side, no_codes, no_kernel, no_lines, round_pair, turn_back, unpack
-from quant import DW_SIGNS, DX_SIGNS, FIXED_SIGNS, Operand, Quantized, Recipe, inherited, rotation
+from kernels import Out, Side, no_codes, no_kernel, no_lines, round_pair, turn_back, unpack
+from quant import DW_SIGNS, DX_SIGNS, Operand, Quantized, Recipe, inherited, rotation, sign_stream
 
 
 def up(n: int, multiple: int) -> int:
@@ -32,9 +32,7 @@ def up(n: int, multiple: int) -> int:
 def side_of(r: Recipe, number: int) -> Side:
     """ How operand Q<number> is rounded, and rotated: as the other operand of its product. """
     op, other = r.operands[number - 1], r.operands[(number - 1) ^ 1]
-    kind = next((o.signs for o in (op, other) if o and o.hadamard), "none")
-    fresh = DX_SIGNS if number in (3, 4) else DW_SIGNS
-    signs = {"fresh": fresh, "fixed": FIXED_SIGNS, "none": PLAIN.value}[kind]
+    signs = sign_stream(op, other, DX_SIGNS if number in (3, 4) else DW_SIGNS)
     return Side(op, rotation(op, other), number, signs)
 
 

@@ -45,9 +45,8 @@ QUEST_TOP = tl.constexpr(quant.QUEST_TOP)
 # what rule 3/4 multiplies its powers of two by, before and, under rtn, after
 FOUR_THIRDS = tl.constexpr(torch.tensor(4 / 3).item())
 NORMAL_FOUR_THIRDS = tl.constexpr((torch.tensor(4 / 3) * quant.NORMAL_GAIN).item())
-FIXED_SIGNS = tl.constexpr(quant.FIXED_SIGNS)
+FIXED_SIGNS, NO_SIGNS = tl.constexpr(quant.FIXED_SIGNS), tl.constexpr(quant.NO_SIGNS)
 RULES = ("nearest", "up", "17/16", "4/6", "eden", "ceil", "floor", "quest", "3/4", "max")    # of quant.RULES
-PLAIN = tl.constexpr(0)                    # Side.signs: a rotation without signs
 # a compiled kernel is kept by the names of its formats: with their numbers a changed grid is another kernel
 FORMATS = f"{quant.GRIDS} {quant.SCALES}"
 
@@ -57,7 +56,7 @@ class Side(NamedTuple):
     op: object           # quant.Operand; None leaves the values unrounded
     turn: int = 0        # rotate this many neighbours at a time, 0 for none
     noise: int = 0       # stream of the noise
-    signs: int = 0       # stream of the signs: FIXED_SIGNS for those of the whole run, PLAIN for all +1
+    signs: int = 0       # stream of the signs, quant.NO_SIGNS for none
 
 
 class Out(NamedTuple):
@@ -309,7 +308,7 @@ def _sign_words(at, STREAM: tl.constexpr):
 def _signs(at, STREAM: tl.constexpr, n: tl.constexpr):
     """ quant.random_signs: n signs, at most 16, as floats. """
     signs = ()
-    if STREAM == PLAIN:
+    if STREAM == NO_SIGNS:
         for i in tl.static_range(n):
             signs = signs + (1.0,)
     else:
@@ -324,7 +323,7 @@ def _signs(at, STREAM: tl.constexpr, n: tl.constexpr):
 @triton.jit
 def _flip(v, at, STREAM: tl.constexpr, n: tl.constexpr):
     """ Every n neighbours, perhaps of several strips, times diag(signs). """
-    if STREAM != PLAIN:
+    if STREAM != NO_SIGNS:
         words = _sign_words(at, STREAM)
         # the first sign of each strip is bit `place % 32` of one of the words
         place = (tl.arange(0, STRIPS) * STRIP % n)[None, :]
@@ -661,7 +660,7 @@ def _turn(v, at, STREAM: tl.constexpr, n: tl.constexpr):
     """
     factor = 1.0
     if n > STRIP:
-        v = _across(_rotate(_flip(v, at, STREAM, n), _signs(at, PLAIN, STRIP), STRIP), n)
+        v = _across(_rotate(_flip(v, at, STREAM, n), _signs(at, NO_SIGNS, STRIP), STRIP), n)
         factor = n ** -0.5
     elif n > 0:
         signs = _signs(at, STREAM, n)
@@ -1078,7 +1077,7 @@ def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, n: t
             out = out + (v[i] * trust[i],)
         v = out
     # the Hadamard matrix is its own inverse; the signs come last
-    v, factor = _turn(v, at, PLAIN, n)
+    v, factor = _turn(v, at, NO_SIGNS, n)
     _store(out_ptr, _flip(_times(v, factor), at, STREAM, n), row, left, M, K, K)
 
 

@@ -132,6 +132,7 @@ def decode(code: Tensor, grid: Grid) -> Tensor:
 DX_SIGNS, DW_SIGNS = 8, 9      # streams of the two sign vectors; streams 1..6 are the noise of Q1..Q6
 RESET_CHOICE, CHANNEL_CHOICE = 10, 11    # streams of the controls: random weights to reset, random channels
 FIXED_SIGNS = 12               # stream of the sign vector that a whole run shares
+NO_SIGNS = 0                   # in the place of such a stream: all signs are +1
 
 _PHILOX_ROUNDS = 7             # the fewest that pass BigCrush (Salmon et al.); 10 is the usual number
 _PHILOX_MUL = (0xD2511F53, 0xCD9E8D57)
@@ -219,7 +220,15 @@ def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) ->
 
 
 def random_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
-    """ n random signs, float32 (n,) of +1 and -1: bit j % 32 of word j // 32. """
+    """
+    n random signs, float32 (n,) of +1 and -1: bit j % 32 of word j // 32. Those of stream FIXED_SIGNS are a
+    function of the run's seed alone.
+    """
+    if stream == NO_SIGNS:
+        return torch.ones(n, device=counter.device)
+    if stream == FIXED_SIGNS:
+        counter, layer = counter.clone(), 0
+        counter[1:].zero_()
     words = torch.stack(random_words(-(-n // 128), counter, layer, stream), dim=-1).flatten()
     bits = words[:, None] >> torch.arange(32, device=words.device) & 1
     return 1.0 - 2.0 * bits.flatten()[:n].float()
@@ -803,6 +812,12 @@ def rotation(a: Operand | None, b: Operand | None) -> int:
     return max(op.hadamard if op else 0 for op in (a, b))
 
 
+def sign_stream(a: Operand | None, b: Operand | None, fresh: int) -> int:
+    """ The stream of the signs of that rotation; fresh is the one of signs that are always new. """
+    kind = next((op.signs for op in (a, b) if op and op.hadamard), "none")
+    return {"fresh": fresh, "fixed": FIXED_SIGNS, "none": NO_SIGNS}[kind]
+
+
 def inherited(r: Recipe, op: Operand | None) -> int:
     """ Size of the forward's rotation in whose coordinates Q4 or Q6 finds its tensor. """
     return rotation(r.y_x, r.y_w) if op and r.align else 0
@@ -866,14 +881,7 @@ class _Draws:
     def signs(self, a: Operand | None, b: Operand | None, stream: int = FIXED_SIGNS) -> Tensor | None:
         """ Of the rotation that operands a and b of a GEMM share; None where they are not rotated. """
         size = rotation(a, b)
-        kind = next((op.signs for op in (a, b) if op and op.hadamard), "")
-        if kind == "fixed":
-            start = self.counter.clone()
-            start[1:].zero_()
-            return random_signs(size, start, 0, FIXED_SIGNS)
-        if kind == "none":
-            return torch.ones(size, device=self.counter.device)
-        return random_signs(size, self.counter, self.layer, stream) if kind else None
+        return random_signs(size, self.counter, self.layer, sign_stream(a, b, stream)) if size else None
 
     def rotate(self, x: Tensor, a: Operand | None, b: Operand | None, stream: int = FIXED_SIGNS) -> Tensor:
         """ x (M, S) as one of the operands a and b of a GEMM. """
@@ -958,10 +966,11 @@ def _transpose(x: Tensor) -> Tensor:
 def _(x, weight, channels, counter, layer, recipe, save, backend):
     r = Recipe.from_spec(recipe)
     (T, K), N, C = x.shape, weight.shape[0], channels.shape[0]
-    if backend == "reference":
-        def rotated(n, a, b):
-            return n + (-n % size if (size := rotation(a, b)) else 0)
 
+    def rotated(n, a, b):
+        return n + (-n % size if (size := rotation(a, b)) else 0)
+
+    if backend == "reference":
         # what is rounded or rotated is float32, the rest in the compute dtype
         shapes = [(rotated(K, r.y_x, r.y_w) if inherited(r, b) else K, rotated(n, a, b), a, b)
                   for n, a, b in ((N, r.dx_dy, r.dx_w), (T, r.dw_dy, r.dw_x))]
@@ -972,8 +981,7 @@ def _(x, weight, channels, counter, layer, recipe, save, backend):
     else:
         import fused
         saved = [buffer for buffer, _ in fused.saved(r, x, N, C, save, backend)]
-    width = K + (-K % turn if (turn := rotation(r.y_x, r.y_w)) else 0)
-    masks = [x.new_empty((rows, width) if r.trust and op and save else 0, dtype=torch.bool)
+    masks = [x.new_empty((rows, rotated(K, r.y_x, r.y_w)) if r.trust and op and save else 0, dtype=torch.bool)
              for rows, op in ((T, r.y_x), (N, r.y_w))]
     return x.new_empty(T, N), *saved, *masks, torch.empty_like(counter)
 

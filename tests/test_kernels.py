@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from quant import (DW_SIGNS, DX_SIGNS, FIXED_SIGNS, TENSOR, Counter, Operand, Recipe, fake_quantize, hadamard,
-                   linear_backward, linear_forward, pack, quantize, random_signs, uniform, unpack)
+from quant import (DW_SIGNS, DX_SIGNS, FIXED_SIGNS, NO_SIGNS, TENSOR, Counter, Operand, Recipe, fake_quantize,
+                   hadamard, linear_backward, linear_forward, pack, quantize, random_signs, uniform, unpack)
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from test_linear import CHANNELS, layer_of, randn, reference, run
 
@@ -28,7 +28,7 @@ import fused                                                    # noqa: E402
 import kernels                                                  # noqa: E402
 from crosscompile import Job, compile_many                      # noqa: E402
 from fused import keep_of, packed_bytes, room, unpacked, up, values         # noqa: E402
-from kernels import PLAIN, Out, Side, round_pair                       # noqa: E402
+from kernels import Out, Side, round_pair                       # noqa: E402
 
 # Triton's interpreter divides by the scales of empty blocks, too, before it leaves the quotients out
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -99,7 +99,7 @@ PAIRS = {
     "3/4": (row_side(THREE_FOURTHS, 32), col_side(replace(THREE_FOURTHS, rounding="sr"), 32), True),
     "turn 64, 128": (row_side(MXFP4, 64), col_side(sr(), 128), True),
     "fixed": (Side(NEAREST, 16, 3, FIXED_SIGNS), Side(STOCHASTIC, 128, 5, FIXED_SIGNS), False),
-    "plain": (Side(NEAREST, 32, 3, PLAIN.value), Side(None, 64, 5, PLAIN.value), True),
+    "plain": (Side(NEAREST, 32, 3, NO_SIGNS), Side(None, 64, 5, NO_SIGNS), True),
     "copy": (row_side(None), col_side(None, 16), True),
     "turn 32": (row_side(None, 32), col_side(STOCHASTIC, 32), False),
 }
@@ -137,7 +137,7 @@ def mixed(M: int, K: int) -> Tensor:
 # what the reference makes of the same arguments
 
 def signs_of(side: Side) -> Tensor:
-    if side.signs == PLAIN.value:
+    if side.signs == NO_SIGNS:
         return torch.ones(side.turn)
     if side.signs == FIXED_SIGNS:
         return random_signs(side.turn, Counter(2**40 + 7).state, 0, FIXED_SIGNS)
