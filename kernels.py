@@ -906,14 +906,7 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     if M == 0 or K == 0 or not (row or col):
         return
     packed = [out is not None and out.inner is not None for out in (row_out, col_out, extra_out)]
-    for side, codes in zip((row, col, extra), packed):
-        if problem := side and side.op and no_kernel(side.op):
-            raise ValueError(f"{problem}: use the reference back end")
-        if problem := codes and no_codes(side.op):
-            raise ValueError(f"{problem}: use the emulate back end")
-    apart = [extra] if lines is None else [extra, col]
-    if problem := next((no_lines(side.op) for side in apart if side and side.op and no_lines(side.op)), ""):
-        raise ValueError(f"{problem}: use the reference back end")
+    _check((row, col, extra), packed, apart=(extra,) if lines is None else (extra, col))
     sides = [side for side in (row, col) if side and side.op and side.op.outer == quant.TENSOR]
     amax = torch.zeros(2, dtype=torch.int32, device=x.device) if sides else None
     halves, keep_to = _pairs(x), keep
@@ -938,14 +931,26 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
             ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, FORMATS=FORMATS, num_warps=warps,
             maxnreg=registers, enable_fp_fusion=False)
 
-    both = len(sides) == 2 and not align
-    for name, side, out, place in (("row", row, row_out, 0), ("col", col, col_out, 1)):
-        if side in sides:
-            if not both or name == "row":
-                launch("both" if both else name)
-            if packed[place]:
-                out.outer.copy_(quant.outer_scale(amax[place].view(torch.float32), side.op))
+    # rounded rows are where aligned columns start from, so their maxima come first
+    looks = [name for name, side in (("row", row), ("col", col)) if side in sides]
+    for name in ["both"] if len(looks) == 2 and not align else looks:
+        launch(name)
+    for place, (side, out) in enumerate(((row, row_out), (col, col_out))):
+        if side in sides and packed[place]:
+            out.outer.copy_(quant.outer_scale(amax[place].view(torch.float32), side.op))
     launch("")
+
+
+def _check(sides: tuple[Side | None, ...], packed: list[bool], apart: tuple[Side | None, ...]):
+    """ ValueError unless kernels round so, to codes where packed, and some rows without the others. """
+    for side, codes in zip(sides, packed):
+        if side and side.op and (problem := no_kernel(side.op)):
+            raise ValueError(f"{problem}: use the reference back end")
+        if codes and (problem := no_codes(side.op)):
+            raise ValueError(f"{problem}: use the emulate back end")
+    for side in apart:
+        if side and side.op and (problem := no_lines(side.op)):
+            raise ValueError(f"{problem}: use the reference back end")
 
 
 def _pairs(x: Tensor) -> Tensor:
