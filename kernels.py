@@ -704,7 +704,9 @@ def _codes(v, inv, at, group, OP: tl.constexpr, STREAM: tl.constexpr, SIGNED: tl
             y = v[eight + j] * inv
             c = _stochastic(y, noise[j], EMIN, MBITS) if OP.rounding == "sr" else _nearest(y, EMIN, MBITS)
             if CLIP:
-                c = tl.minimum(tl.maximum(c, -TOP), TOP)
+                # NaN stays NaN, which has the code 0
+                c = tl.maximum(c, -TOP, propagate_nan=tl.PropagateNan.ALL)
+                c = tl.minimum(c, TOP, propagate_nan=tl.PropagateNan.ALL)
             if SIGNED:
                 sign = y.to(tl.int32, bitcast=True) & -2147483648
                 c = (tl.abs(c).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -920,13 +922,16 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     elif align and row and row.turn:
         rows = triton.cdiv(K, row.turn) * row.turn
 
-    # 128 registers let two programs of 8 warps share a multiprocessor; codes and scales need more. The two
-    # roundings of rule 4/6 find room in 16 warps, whose threads have half as many values each
+    # 128 registers let two programs of 8 warps share a multiprocessor; codes and scales need more. 16 warps,
+    # whose threads have half as many values each, where the two roundings of rule 4/6 need the room, and where
+    # there is no second program for each multiprocessor
+    grid = triton.cdiv(M, TILE), triton.cdiv(K, TILE)
     twice = any(side and side.op and side.op.rule == "4/6" for side in (row, col))
-    warps, registers = 16 if twice else 8, None if any(packed) else 128
+    few = x.is_cuda and grid[0] * grid[1] <= torch.cuda.get_device_properties(x.device).multi_processor_count
+    warps, registers = 16 if twice or few else 8, None if any(packed) else 128
 
     def launch(measure: str):
-        _pair_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
+        _pair_kernel[grid](
             halves, M, K, row_to, col_to, extra_to, keep_to, lines, rows, amax, counter, layer,
             ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, FORMATS=FORMATS, num_warps=warps,
             maxnreg=registers, enable_fp_fusion=False)

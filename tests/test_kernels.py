@@ -185,7 +185,7 @@ class Guarded:
             expected = torch.where(expected.isnan(), expected, cut)
         expected = expected.to(got.dtype)
         assert expected.shape == self.shape and same(got, expected)
-        assert not bits or torch.equal(got.signbit(), expected.signbit())
+        assert not bits or torch.equal(got.signbit() | got.isnan(), expected.signbit() | expected.isnan())
 
 
 def check_pair(x: Tensor, row: Side | None, col: Side | None, align: bool, dtype: torch.dtype | None = None,
