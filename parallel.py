@@ -157,10 +157,11 @@ class Ranks:
         Give the model to all ranks -> what to call in place of the model in training. Make the optimizer
         after that: under FSDP the parameters are others. Compiling touches neither evaluation nor any name.
 
-        Several ranks compile blocks one by one: the gradients of a block travel while the one before it is
-        computed. A model that is compiled as a whole has all gradients at once, at the end.
+        What is compiled are the blocks, one program for all: a model as one program takes several times as
+        long to compile, on one GPU is no faster (LOG.md), and on several has all gradients at once, at the
+        end, where those of a block can travel while the one before it is computed.
         """
-        if compiled and self.world > 1:
+        if compiled:
             compile_parts(model)
         if self.sharded:
             from torch.distributed.device_mesh import init_device_mesh
@@ -177,7 +178,7 @@ class Ranks:
                 # of the argument's new name, which older versions do not know
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
                 return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-        return torch.compile(model, dynamic=False) if compiled else model
+        return model
 
     def micro_step(self, forward: Callable, last: bool):
         """ Around forward and backward of a micro-step: the last one sums the gradients over ranks. """
@@ -281,12 +282,14 @@ def compile_parts(model: nn.Module, **options):
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for block in model.blocks:
-        block.forward = in_training(block, block.forward, **options)
-    model.losses = in_training(model, model.losses, **options)
+        block.forward = in_training(block, "forward", **options)
+    model.losses = in_training(model, "losses", **options)
 
 
-def in_training(module: nn.Module, method: Callable, **options) -> Callable:
+def in_training(module: nn.Module, name: str, **options) -> Callable:
     """ A module's method, compiled in training only: a text would compile it for each of its lengths. """
+    # its class's, so that a model which is compiled again does not call what it was compiled to before
+    method = getattr(type(module), name).__get__(module)
     compiled = torch.compile(method, **options)
     return lambda *inputs: (compiled if module.training else method)(*inputs)
 
