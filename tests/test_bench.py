@@ -168,18 +168,23 @@ def test_kernel_table_is_bytes_over_time(tmp_path):
         done.append("call")
         clock.tick(2.0)
     case = bench.Case("a kernel", (4, 8), call, 3e9, check)
-    table = bench.kernel_table([case], report, clock, 5, copy=3000.0)
+
+    def copy(moved: float) -> bench.Timing:
+        """ 3000 GB/s in the large, 1.5 ms for as much as the kernel moves. """
+        return bench.Timing(2**31 / 3e9 if moved == 2**31 else 1.5, 0.0, 0.0, 1)
+    table = bench.kernel_table([case], report, clock, 5, copy)
     assert [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")] == [
-        "a kernel", "4x8", "3.25", "3.000", "1500", "50.0", "2.000 (2.000 to 2.000)", "5"]
+        "a kernel", "4x8", "3.25", "3.000", "1500", "50.0", "75.0", "2.000 (2.000 to 2.000)", "5"]
     assert done[0] == "check" and done.count("check") == 1
     raw = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert raw == [{"kernel": "a kernel", "shape": [4, 8], "bytes": 3e9,
-                    "ms": {"median": 2.0, "least": 2.0, "most": 2.0, "n": 5}}]
+                    "ms": {"median": 2.0, "least": 2.0, "most": 2.0, "n": 5},
+                    "copy_ms": {"median": 1.5, "least": 0.0, "most": 0.0, "n": 1}}]
 
     def wrong():
         raise bench.CheckFailed("a kernel is wrong")
     with pytest.raises(bench.CheckFailed):
-        bench.kernel_table([bench.Case("b", (1,), call, 1.0, wrong)], report, clock, 5, 3000.0)
+        bench.kernel_table([bench.Case("b", (1,), call, 1.0, wrong)], report, clock, 5, copy)
     assert len(done) == 1 + bench.WARMUP + 5
 
 
@@ -339,7 +344,7 @@ def test_on_a_cpu_everything_is_checked_and_nothing_timed(what, tmp_path, capsys
 
 @pytest.mark.parametrize("argv, idle", [
     (["kernels"], ""), (["kernels", "--recipes=quartet", "--n=7"], "--recipes=quartet, --n=7"),
-    (["step", "--recipes=bf16", "--modes", "parts"], "--modes")])
+    (["step", "--recipes=bf16", "--modes", "whole"], "--modes")])
 def test_a_flag_that_does_nothing_on_a_cpu_is_named(argv, idle, capsys, monkeypatch):
     """ Catches: kernels of a recipe that pass for checked where only the reference ran. """
     monkeypatch.setattr(bench, "step_config", lambda *args: cfg_of(args[1]))
@@ -475,14 +480,14 @@ def test_a_wrong_rounding_kernel_is_not_timed(recipe, spoilt, monkeypatch):
                 assert 2 < case.check() < 4
 
 
-def test_parts_train_what_the_whole_model_does(monkeypatch):
+def test_a_compiled_model_trains_what_the_eager_one_does(monkeypatch):
     """ Catches: a model timed in parts of which one is left out, or whose parts compute something else. """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     cfg = bench.parse(["configs/tetrajet_base.py", "--n_layer=2", "--d_model=32", "--n_head=1", "--d_ff=32",
                        "--seq_len=16", "--batch_tokens=32", "--vocab_size=64"])
     losses = []
-    for mode in ("eager", "parts"):
+    for mode in ("eager", "compiled", "whole"):
         torch._dynamo.reset()
         training = bench.Training(cfg, CPU, mode)
         losses.append([float(training.step()) for _ in range(3)])
-    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
+    assert losses[0] == losses[1] == losses[2] and losses[0][2] < losses[0][0]
