@@ -4,7 +4,7 @@ GEMMs over packed low-precision operands, in Triton: NVFP4, MXFP4, MXFP8, and th
 One kernel source serves every GPU. Where the tensor cores read block-scaled FP4 themselves (sm_100, sm_103,
 sm_120), each step over 128 of the summed axis is one tl.dot_scaled. Elsewhere the codes are decoded in
 registers, to bf16, which holds code times inner scale exactly, and tl.dot multiplies them. Both add up in
-float32.
+float32. One product, the one of double-block operands on sm_90, has a kernel of its own in hopper.py.
 
 What this file leaves out: rounding. It knows tensors only, and takes codes and scales as quant.py makes them.
 
@@ -14,6 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+try:
+    import hopper
+except ImportError:     # a Triton without Gluon
+    hopper = None
 
 # one inner loop step: the columns that share an outer scale
 STEP = tl.constexpr(128)
@@ -275,7 +280,7 @@ def nvfp4_gemm(a: tuple, b: tuple, a8: tuple | None = None, b8: tuple | None = N
           a8     (code, scale) of A8 (M, K8), as in mxfp8_gemm, or None
           b8     (code, scale) of B8 (N, K8)
           dtype  of out: bfloat16 or float32
-          tile   (BM, BN, warps, stages), to time others than the first of TILES
+          tile   (BM, BN, warps, stages), to time others than the first of TILES, and than hopper.py
     out   (M, N)
 
     edges  K is a multiple of 16: pad rows with zero codes, under any scale that is not NaN
@@ -300,7 +305,17 @@ def nvfp4_gemm(a: tuple, b: tuple, a8: tuple | None = None, b8: tuple | None = N
     if a8 is not None:
         _check_mxfp8(a8, b8, (M, N))
     out = torch.empty(M, N, dtype=dtype, device=a[0].device)
+    if tile is None and a8 is None and _for_hopper(a, b):
+        return hopper.nvfp4_gemm(a, b, out)
     return _launch(out, "nvfp4" if blocks[0] == 16 else "mxfp4", a, b, a8, b8, False, tile)
+
+
+def _for_hopper(a: tuple, b: tuple) -> bool:
+    """ Whether hopper.py multiplies these operands, which nvfp4_gemm has checked. """
+    whole = a[0].shape[1] % 64 == 0 and a[0].numel() > 0 and b[0].numel() > 0
+    double_block = all(t[2] is not None and t[2].dim() for t in (a, b))
+    aligned = all(t[0].data_ptr() % 16 == 0 and t[1].data_ptr() % 8 == 0 for t in (a, b))
+    return hopper is not None and arch_of(a[0].device) == "sm_90" and whole and double_block and aligned
 
 
 def mxfp8_gemm(a8: tuple, b8: tuple, out: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,

@@ -113,6 +113,8 @@ def compile_here(job: Job) -> Compiled:
     kernel, target = named(job.kernel), GPUTarget("cuda", job.arch, 32)
     signature, constexprs, attrs, options = (caught(kernel, named(job.launch), target) if job.launch else
                                              written(kernel, job))
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=kernel, signature=signature, attrs=attrs, constexprs=constexprs)
     compiled = triton.compile(source, target=target, options=options)
 
@@ -122,7 +124,7 @@ def compile_here(job: Job) -> Compiled:
         report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)],
                                 capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return Compiled(compiled.asm["ptx"], compiled.asm["ttgir"], int(registers), int(stack),
+    return Compiled(compiled.asm["ptx"], compiled.asm.get("ttgir", ""), int(registers), int(stack),
                     compiled.metadata.shared)
 
 
