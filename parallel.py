@@ -82,10 +82,12 @@ def start(cfg: Config, device: torch.device) -> "Ranks":
         if here > torch.cuda.device_count():
             raise ConfigError(f"torchrun started {here} programs here, where PyTorch sees fewer GPUs: "
                               f"type --nproc_per_node={torch.cuda.device_count()}")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     elif device.type != "cpu":
         raise ConfigError(f"device = {device.type!r} trains alone: type --device=cpu, or leave torchrun out")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    kind = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(timeout=TIMEOUT, **kind)
     return Ranks(rank, world, cfg.parallel, device)
 
 

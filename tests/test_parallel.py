@@ -85,6 +85,12 @@ def run(argv: list[str]) -> dict:
     return held | {"rank": trainer.counter.state[3]}
 
 
+def run_exactly(argv: list[str]) -> dict:
+    """ The same with sums in an order of their own: attention's backward pass on a GPU takes any. """
+    torch.use_deterministic_algorithms(True)
+    return parallel.each_tensor(run(argv), lambda t: t.cpu())
+
+
 def tracked(argv: list[str]) -> list[str]:
     """ A run with --wandb -> what wandb was told by this rank. """
     fake = Fake()
@@ -216,6 +222,24 @@ def test_all_ranks_hold_the_same(done):
     a.pop("rank"), b.pop("rank")
     assert any(int(c.min()) >= 0 for name, c in a["model"].items() if name.endswith("channels"))
     assert_same(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_hold_the_same(shards, tmp_path):    # noqa: F811
+    """ Catches, with the fused kernels and NCCL: what the tests of the same names catch on a CPU. """
+    def flags(name, *more):
+        return tiny(shards, f"--out={tmp_path}", f"--name={name}", *EXACT, "--device=cuda",
+                    "--backend=emulate", "--compile=false", *more)
+    jobs = [("stopped", free_port(), run_exactly, flags("stopped", "--stop_at=10")),
+            ("ddp", free_port(), run_exactly, flags("ddp")),
+            ("fsdp", free_port(), run_exactly, flags("fsdp", "--parallel=fsdp"))]
+    torch.multiprocessing.spawn(be_rank, (2, tmp_path, jobs), nprocs=2)
+    for name in ("stopped", "ddp"):
+        a, b = (torch.load(tmp_path / f"{name}-2-{rank}.pt") for rank in range(2))
+        assert name == "ddp" or a["osci"]["windows"] and a["outliers"]["norms"], "both windows should be open"
+        assert [int(a.pop("rank")), int(b.pop("rank"))] == [0, 1]
+        assert_same(a, b)
+    assert_same(*(learned(last_state(tmp_path / name)) for name in ("ddp", "fsdp")))
 
 
 def test_ranks_have_their_own_noise(done):
