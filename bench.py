@@ -470,8 +470,8 @@ def bench_kernels(args: argparse.Namespace):
         timing = copy(2**31)
         report.row(kernel="copy", shape=[2**30], bytes=2**31, ms=asdict(timing))
         report.say(f"a copy of 1 GiB: {2**31 / timing.median / 1e6:.0f} GB/s, read + written; {timing} ms, "
-                   f"n={timing.n}. % of copy: of this rate, counting what must move; % of one as large: of the "
-                   "time that a copy of as many bytes takes")
+                   f"n={timing.n}. % of copy: of this rate, counting what must move; % of one as large: of "
+                   "the rate at which as many bytes are copied")
         for recipe in args.recipes if "emulate" in backends_here(device) else []:
             # made one shape at a time, or all tensors would be there at once
             cases = (case for name, shape in KERNEL_SHAPES.items()
@@ -670,6 +670,7 @@ SIZES = {
     "nano": [],                                        # config.py's defaults, for a CPU
     "70m": ["olmo2_70m"],
     "370m": ["olmo2_370m"],
+    "1b": ["olmo2_1b"],                                # computes its blocks again in the backward pass
     # four layers of a model in which the products weigh more: twice as wide, and wider heads
     "d2048": ["olmo2_370m", "--n_layer=4", "--d_model=2048", "--n_head=16", "--d_ff=5632"],
 }
@@ -820,9 +821,9 @@ def bench_step(args: argparse.Namespace):
     osci_head = ["size", "mode", "recipe", "back end", "osci", "ms outside", "ms opening", "ms inside",
                  "ms closing", "% of training"]
     report.say("Medians, and least to most, of whole steps of one micro-step each. Time over bf16: of a "
-               "token, in the same mode. First step: with the compiler's time in it. OsciReset: a step outside "
-               "of windows, the one that opens a window (n=1), those in it (median), the one that resets "
-               "(n=1); and its share of a training of the size's config with such steps.")
+               "token, in the same mode. First step: with the compiler's time in it. OsciReset: a step "
+               "outside of windows, the one that opens a window (n=1), those in it (median), the one that "
+               "resets (n=1); and its share of a training of the size's config with such steps.")
     for size in args.sizes:
         for mode in args.modes:
             rows, osci_rows = step_rows(args, report, device, size, mode, clock)
