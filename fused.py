@@ -16,6 +16,8 @@ when it does.
 
 Letters used for shapes: T tokens, K input features, N output features, C outlier channels.
 """
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,11 +31,21 @@ def up(n: int, multiple: int) -> int:
     return -(-n // max(1, multiple)) * max(1, multiple)
 
 
+@cache
+def sides_of(r: Recipe) -> tuple[Side, ...]:
+    """
+    How the operands Q1 to Q6 are rounded, and rotated: each as the other one of its product. Cached, as all
+    that depends on settings alone: small layers on a fast GPU wait for what the host does between kernels.
+    """
+    def side(number: int, op: Operand | None, other: Operand | None) -> Side:
+        signs = sign_stream(op, other, DX_SIGNS if number in (3, 4) else DW_SIGNS)
+        return Side(op, rotation(op, other), number, signs)
+    return tuple(side(i + 1, op, r.operands[i ^ 1]) for i, op in enumerate(r.operands))
+
+
 def side_of(r: Recipe, number: int) -> Side:
-    """ How operand Q<number> is rounded, and rotated: as the other operand of its product. """
-    op, other = r.operands[number - 1], r.operands[(number - 1) ^ 1]
-    signs = sign_stream(op, other, DX_SIGNS if number in (3, 4) else DW_SIGNS)
-    return Side(op, rotation(op, other), number, signs)
+    """ That of operand Q<number>. """
+    return sides_of(r)[number - 1]
 
 
 def idle(side: Side) -> bool:
@@ -116,7 +128,8 @@ def saved(r: Recipe, x: Tensor, N: int, C: int, save: bool, backend: str) -> lis
 
 def saved_sides(r: Recipe, T: int, K: int, N: int, C: int) -> list[tuple[int, int, Side]]:
     """ Rows, columns before rotation, and Side of the three. A rotated forward pass leaves more rows. """
-    return [(up(K, inherited(r, r.dx_w)), N, side_of(r, 4)), (up(K, inherited(r, r.dw_x)), T, side_of(r, 6)),
+    sides = sides_of(r)
+    return [(up(K, inherited(r, r.dx_w)), N, sides[3]), (up(K, inherited(r, r.dw_x)), T, sides[5]),
             (C, T, Side(fp8(r) if r.dw_x else None))]
 
 
@@ -164,7 +177,7 @@ def emulate_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, coun
     """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, see saved(), and the trust masks. """
     (T, K), N, C, dtype = x.shape, weight.shape[0], channels.numel(), x.dtype
     x, weight = x.contiguous(), weight.contiguous() if r.y_w else weight.to(dtype).contiguous()
-    sides = [side_of(r, number) for number in range(1, 7)]
+    sides = sides_of(r)
     # a multiple of 16, as K mostly is: the same compiled kernel for every layer
     wide = up(K, sides[0].turn) + up(C, 16)
     keep = keep_of(channels, K) if C else None
@@ -297,7 +310,7 @@ def native_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, count
     (T, K), N, C = x.shape, weight.shape[0], channels.numel()
     x, weight = x.contiguous(), weight.contiguous()
     keep = keep_of(channels, K) if C else None
-    x_row, w_row, x_side, w_side = (side_of(r, number) for number in (1, 2, 6, 4))
+    x_row, w_row, _, w_side, _, x_side = sides_of(r)
     eight = Side(r.outlier)
     rooms = saved(r, x, N, C, save, "native")
     dx_w_out, dw_x_out, dw_x8_out = (out for _, out in rooms)

@@ -23,6 +23,7 @@ What this file leaves out: which operand is rounded how. It takes quant.Operand 
 Letters used for shapes: M, K rows and columns of x; R, C strips down and across a tile.
 """
 import os
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -907,15 +908,13 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
     M, K = x.shape
     if M == 0 or K == 0 or not (row or col):
         return
-    packed = [out is not None and out.inner is not None for out in (row_out, col_out, extra_out)]
-    _check((row, col, extra), packed, apart=(extra,) if lines is None else (extra, col))
-    sides = [side for side in (row, col) if side and side.op and side.op.outer == quant.TENSOR]
-    amax = torch.zeros(2, dtype=torch.int32, device=x.device) if sides else None
+    packed = tuple(out is not None and out.inner is not None for out in (row_out, col_out, extra_out))
+    looks, twice = _plan(row, col, extra, packed, align, lines is not None)
+    amax = torch.zeros(2, dtype=torch.int32, device=x.device) if looks else None
     halves, keep_to = _pairs(x), keep
     if keep is not None and halves is not x:
         keep_to = keep.view(torch.int32)
-    row_to, col_to, extra_to = (out and out._replace(data=_pairs(out.data))
-                                for out in (row_out, col_out, extra_out))
+    row_to, col_to, extra_to = _in_pairs(row_out), _in_pairs(col_out), _in_pairs(extra_out)
     rows = K
     if lines is not None:
         rows = col_out.data.shape[0]
@@ -923,11 +922,10 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
         rows = triton.cdiv(K, row.turn) * row.turn
 
     # 128 registers let two programs of 8 warps share a multiprocessor; codes and scales need more. 16 warps,
-    # whose threads have half as many values each, where the two roundings of rule 4/6 need the room, and where
-    # there is no second program for each multiprocessor
+    # whose threads have half as many values each, where the two roundings of rule 4/6 need the room, and
+    # where there is no second program for each multiprocessor
     grid = triton.cdiv(M, TILE), triton.cdiv(K, TILE)
-    twice = any(side and side.op and side.op.rule == "4/6" for side in (row, col))
-    few = x.is_cuda and grid[0] * grid[1] <= torch.cuda.get_device_properties(x.device).multi_processor_count
+    few = x.is_cuda and grid[0] * grid[1] <= _multiprocessors(x.device)
     warps, registers = 16 if twice or few else 8, None if any(packed) else 128
 
     def launch(measure: str):
@@ -936,17 +934,35 @@ def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | Non
             ROW=row, COL=col, EXTRA=extra, ALIGN=align, MEASURE=measure, FORMATS=FORMATS, num_warps=warps,
             maxnreg=registers, enable_fp_fusion=False)
 
-    # rounded rows are where aligned columns start from, so their maxima come first
-    looks = [name for name, side in (("row", row), ("col", col)) if side in sides]
-    for name in ["both"] if len(looks) == 2 and not align else looks:
+    for name in looks:
         launch(name)
     for place, (side, out) in enumerate(((row, row_out), (col, col_out))):
-        if side in sides and packed[place]:
+        if packed[place] and side.op.outer == quant.TENSOR:
             out.outer.copy_(quant.outer_scale(amax[place].view(torch.float32), side.op))
     launch("")
 
 
-def _check(sides: tuple[Side | None, ...], packed: list[bool], apart: tuple[Side | None, ...]):
+@cache
+def _plan(row: Side | None, col: Side | None, extra: Side | None, packed: tuple[bool, ...], align: bool,
+          lined: bool) -> tuple[tuple[str, ...], bool]:
+    """
+    What round_pair does, as far as settings tell -> its passes that look for largest magnitudes, and whether
+    rule 4/6 rounds twice. ValueError if no kernel does it.
+    """
+    _check((row, col, extra), packed, apart=(extra, col) if lined else (extra,))
+    # rounded rows are where aligned columns start from, so their maxima come first
+    looks = tuple(name for name, side in (("row", row), ("col", col))
+                  if side and side.op and side.op.outer == quant.TENSOR)
+    twice = any(side and side.op and side.op.rule == "4/6" for side in (row, col))
+    return ("both",) if len(looks) == 2 and not align else looks, twice
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(sides: tuple[Side | None, ...], packed: tuple[bool, ...], apart: tuple[Side | None, ...]):
     """ ValueError unless kernels round so, to codes where packed, and some rows without the others. """
     for side, codes in zip(sides, packed):
         if side and side.op and (problem := no_kernel(side.op)):
@@ -960,8 +976,14 @@ def _check(sides: tuple[Side | None, ...], packed: list[bool], apart: tuple[Side
 
 def _pairs(x: Tensor) -> Tensor:
     """ A bf16 matrix as int32, two values each, where its rows are whole pieces of 16 bytes. """
-    whole = x.dim() == 2 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x.view(torch.int32) if x.dtype == torch.bfloat16 and whole else x
+    if x.dtype != torch.bfloat16 or x.dim() != 2:
+        return x
+    whole = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x.view(torch.int32) if whole else x
+
+
+def _in_pairs(out: Out | None) -> Out | None:
+    return out and Out(_pairs(out.data), *out[1:])
 
 
 def no_kernel(op) -> str:
