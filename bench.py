@@ -489,45 +489,46 @@ def bench_kernels(args: argparse.Namespace):
 # 4  bench.py linear
 
 
-def fp8_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def fp8_cast(x: Tensor, op: Operand) -> tuple[Tensor, Tensor, Tensor]:
     """ x (M, K) -> in FP8, by max|x| of the whole tensor; the same transposed; and the scale, float32. """
-    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
-    y = (x.float() / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-    return y, y.t().contiguous(), scale
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[op.grid]
+    if "emulate" not in backends_here(x.device):
+        q = quantize(x, op)
+        return q.code.view(dtype), q.code.t().contiguous().view(dtype), q.outer
+    from fused import room
+    from kernels import Side, round_pair
+    side, (M, K) = Side(op), x.shape
+    row, col = room(x, M, K, side)[1], room(x, K, M, side)[1]
+    round_pair(x, side, side, row, col, x.new_zeros(4, dtype=torch.int64), 0)
+    return row.data.view(dtype), col.data.view(dtype), row.outer
 
 
 class Fp8Product(torch.autograd.Function):
-    """ A linear in FP8 per tensor: E4M3 forward, E5M2 for dY; the casts fused by `cast`, compiled or not. """
+    """ A linear in FP8 per tensor: E4M3 forward, E5M2 for dY. """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, cast: Callable) -> Tensor:
-        x8, xt8, sx = cast(x, torch.float8_e4m3fn)
-        w8, wt8, sw = cast(w, torch.float8_e4m3fn)
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        (x8, xt8, sx), (w8, wt8, sw) = (fp8_cast(t, RECIPES["fp8"].y_x) for t in (x, w))
         ctx.save_for_backward(xt8, wt8, sx, sw)
-        ctx.cast = cast
         return torch._scaled_mm(x8, w8.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         xt8, wt8, sx, sw = ctx.saved_tensors
-        dy8, dyt8, sdy = ctx.cast(dy, torch.float8_e5m2)
+        dy8, dyt8, sdy = fp8_cast(dy, RECIPES["fp8"].dx_dy)
         # the second operand is always handed over column-major, which is what the tensor cores read
         dx = torch._scaled_mm(dy8, wt8.t(), sdy, sw, out_dtype=torch.bfloat16)
         dw = torch._scaled_mm(dyt8, xt8.t(), sdy, sx, out_dtype=torch.bfloat16)
-        return dx, dw.float(), None
+        return dx, dw.float()
 
 
 class Fp8Linear(nn.Module):
     def __init__(self, K: int, N: int, device: torch.device):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(N, K, device=device))
-        # dynamic: one program for all shapes; fullgraph: an error where a limit would end in the eager one
-        self.cast = fp8_cast
-        if device.type == "cuda":
-            self.cast = torch.compile(fp8_cast, dynamic=True, fullgraph=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Fp8Product.apply(x, self.weight, self.cast)
+        return Fp8Product.apply(x, self.weight)
 
 
 def quant_linear(K: int, N: int, recipe: str, backend: str, device: torch.device) -> QuantLinear:

@@ -202,7 +202,7 @@ OSCI_KNOBS = {"osci_track": ("topk",), "osci_decay": ("qema",), "osci_threshold"
 def rounding(cfg: Config) -> list[Recipe]:
     """ The recipe of each linear, without what its layer does not look at: equal ones round alike. """
     recipe = recipe_of(replace(cfg, outlier_frac=0.0, osci="off"))
-    plain = {f.name: replace(op, block=(1, 1))      # an outer scale alone has no use for blocks
+    plain = {f.name: replace(op, block=(1, 128))    # an outer scale alone has no use for blocks
              for f, op in zip(fields(recipe), recipe.operands) if op and op.scale == "none"}
     from_forward = recipe.y_w and recipe.dx_w or recipe.y_x and recipe.dw_x
     recipe = replace(recipe, **plain, align=recipe.align and bool(from_forward),

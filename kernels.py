@@ -648,6 +648,8 @@ def _code(c, EMIN: tl.constexpr, MBITS: tl.constexpr, SIGN: tl.constexpr):
 @triton.jit
 def _scale_byte(inner, OP: tl.constexpr):
     """ quant._scale_byte of scales that are not NaN, or perhaps (E8M0). """
+    if OP.scale == "none":
+        return tl.full(inner.shape, 1, tl.uint8)
     if OP.scale_grid is not None:
         return _code(inner, OP.scale_grid.emin, OP.scale_grid.mbits, 7).to(tl.uint8)
     return tl.where(inner == inner, inner.to(tl.int32, bitcast=True) >> 23, 0xFF).to(tl.uint8)
@@ -792,7 +794,7 @@ def _write(out, v, codes, inner, outer, row, first, M, K, OP: tl.constexpr):
             _store(out.data, bytes, row, first, M, K, K)
         # the first row and strip of each block store its scale
         ROWS: tl.constexpr = OP.block[0]
-        SHARE: tl.constexpr = _share(OP)
+        SHARE: tl.constexpr = OP.block[1] // STRIP
         once, strip = (row < M) & (row % ROWS == 0), tl.arange(0, STRIPS)
         blocks, block = (K + OP.block[1] - 1) // OP.block[1], (first // STRIP + strip) // SHARE
         tl.store(out.inner + (row // ROWS)[:, None] * blocks + block[None, :], _scale_byte(inner, OP),
@@ -1005,7 +1007,7 @@ def no_kernel(op) -> str:
 
 def no_codes(op) -> str:
     """ Why its codes and scales are not written, or "". """
-    without = op.scale == "none" or op.rule == "3/4"
+    without = op.rule == "3/4" or op.scale == "none" and op.block[1] not in (16, 32, 64, 128)
     return f"no codes under scales of {op.scale} by rule {op.rule}" if without else ""
 
 
@@ -1040,7 +1042,9 @@ def _scale_of(inner_ptr, outer_ptr, row, k, blocks, outers, OP: tl.constexpr):
     """ Inner times outer scale of values at (row, k). """
     ROWS: tl.constexpr = OP.block[0]
     byte = tl.load(inner_ptr + row // ROWS * blocks + k // OP.block[1]).to(tl.int32)
-    if OP.scale_grid is None:
+    if OP.scale == "none":
+        scale = byte.to(tl.float32)
+    elif OP.scale_grid is None:
         # the byte of a power of two is its exponent. At the ends these bits are 0 and Inf where the scale is
         # 2^-127 and NaN: times the code, which is 0 there, the same
         scale = (byte << 23).to(tl.float32, bitcast=True)

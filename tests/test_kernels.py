@@ -372,7 +372,7 @@ def test_nothing_to_do():
 # codes and scales
 
 PACKED = ("X", "dY", "up", "tensor", "squares", "mxfp8", "mxfp4")
-PACKED_ONCE = ("e5m2", "uniform", "ue5m3", "4/6", "4/6 squares", "eden", "quest")
+PACKED_ONCE = ("e5m2", "fp8", "fp8 in 128", "uniform", "ue5m3", "4/6", "4/6 squares", "eden", "quest")
 
 
 def check_codes(buffer: Tensor, rows: int, columns: int, x: Tensor, side: Side):
@@ -605,7 +605,7 @@ def test_native_step(case, T):
     assert_close(step(linear, x, dy), twin, x, dy)
 
 
-@pytest.mark.parametrize("case", ["full", "squares", "mx", "eden", "e5m2, uniform, ue5m3", "quartet"])
+@pytest.mark.parametrize("case", ["full", "squares", "mx", "eden", "e5m2, uniform, ue5m3", "quartet", "fp8"])
 def test_packed_step(case):
     """
     Catches: a code or scale of another format read by the wrong decoder, half of a byte that goes to the
@@ -615,6 +615,7 @@ def test_packed_step(case):
     recipe, outliers = {
         "squares": (Recipe(SCALED, SQUARES, STRIPS, SQUARES, STRIPS, replace(SQUARES, outer=128)), False),
         "eden": (Recipe(dx_w=EDEN, dw_x=EDEN), False), "quartet": (RECIPES["quartet_v4"], False),
+        "fp8": (RECIPES["fp8"], False),
         "e5m2, uniform, ue5m3": (Recipe(dx_dy=replace(UNIFORM, **turn), dx_w=replace(UNIFORM, **turn),
                                         dw_x=replace(UE5M3, grid="e5m2", block=(1, 32))), False),
     }.get(case) or RECIPE_CASES[case]
