@@ -6,9 +6,10 @@ gemms.py does so too, in Triton, but with an outer scale per 128 columns it need
 it may go on, and Triton then has the tensor cores wait for the decoding and the decoding for them. In Gluon,
 Triton's lower level, a kernel says itself what lies where and what waits for what:
 
-    copies     |  step k+4  |  step k+5  |         from global to shared memory, by hardware, three ahead
-    warps      |  decode k+1, acc += part k  |     from codes to float16 values, shared memory again
-    tensor     |  part k    |  part k+1  |         from shared memory, into a fresh accumulator
+    copies         |  step k+2     |  step k+3     |    global to shared memory, by hardware
+    warps          |  decode k+1   |  decode k+2   |    codes to float16 values, shared memory again
+    tensor cores   |  product k    |  product k+1  |    shared memory to a fresh accumulator; then the warps
+                                                        add it, times its outer scales, to the sum
 
 What this file leaves out: all but two NVFP4 operands with outer scales per 128 and K a multiple of 128.
 

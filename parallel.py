@@ -283,6 +283,9 @@ def compile_parts(model: nn.Module, **options):
     constant unless told otherwise, and after eight blocks it gives up compiling more.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # the phases of a run (channels measured, chosen, a bf16 forward ...) make 7 programs of a block; after 8
+    # the rest would run as it is, with a warning
+    torch._dynamo.config.recompile_limit = 16
     for block in model.blocks:
         block.forward = in_training(block, "forward", **options)
     model.losses = in_training(model, "losses", **options)
