@@ -292,8 +292,14 @@ def _philox(seed, c0, c1, c2, c3):
 
 @triton.jit
 def _sign_words(at, STREAM: tl.constexpr):
-    """ The four words of random bits that quant.random_signs makes signs of: scalars, one Philox call. """
+    """
+    The four words of random bits that quant.random_signs makes signs of: scalars, one Philox call. Without
+    signs they are zeros: a bit that is set is a minus.
+    """
     seed, step, micro, layer = at
+    if STREAM == NO_SIGNS:
+        none = tl.full((), 0, tl.int32)
+        return none, none, none, none
     zero = tl.zeros([1], tl.uint32)
     if STREAM == FIXED_SIGNS:
         drawn = _philox(seed, zero, zero, zero, zero + STREAM)
@@ -306,59 +312,46 @@ def _sign_words(at, STREAM: tl.constexpr):
 
 
 @triton.jit
-def _signs(at, STREAM: tl.constexpr, n: tl.constexpr):
-    """ quant.random_signs: n signs, at most 16, as floats. """
-    signs = ()
-    if STREAM == NO_SIGNS:
-        for i in tl.static_range(n):
-            signs = signs + (1.0,)
-    else:
-        word = _sign_words(at, STREAM)[0]
-        for i in tl.static_range(n):
-            # bit i moves to the place of the sign, under it the bits of 1.0
-            sign = ((word << (31 - i)) & -2147483648) | 0x3F800000
-            signs = signs + (sign.to(tl.float32, bitcast=True),)
-    return signs
+def _sign(word, i: tl.constexpr):
+    """ Bit i of a word as a float, 1 or -1: it moves to the place of the sign, under it the bits of 1.0. """
+    return (((word << (31 - i)) & -2147483648) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _flip(v, at, STREAM: tl.constexpr, n: tl.constexpr):
+def _flip(v, words, n: tl.constexpr):
     """ Every n neighbours, perhaps of several strips, times diag(signs). """
-    if STREAM != NO_SIGNS:
-        words = _sign_words(at, STREAM)
-        # the first sign of each strip is bit `place % 32` of one of the words
-        place = (tl.arange(0, STRIPS) * STRIP % n)[None, :]
-        word = tl.full([1, STRIPS], 0, tl.int32) + words[0]
-        for i in tl.static_range(1, 4):
-            word = tl.where(place // 32 == i, words[i], word)
-        word = word >> (place % 32)
-        out = ()
-        for i in tl.static_range(STRIP):
-            sign = (word << (31 - i % n)) & -2147483648
-            out = out + ((v[i].to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
-        v = out
-    return v
+    # the first sign of each strip is bit `place % 32` of one of the words
+    place = (tl.arange(0, STRIPS) * STRIP % n)[None, :]
+    word = tl.full([1, STRIPS], 0, tl.int32) + words[0]
+    for i in tl.static_range(1, 4):
+        word = tl.where(place // 32 == i, words[i], word)
+    word = word >> (place % 32)
+    out = ()
+    for i in tl.static_range(STRIP):
+        sign = (word << (31 - i % n)) & -2147483648
+        out = out + ((v[i].to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
+    return out
 
 
 @triton.jit
-def _rotate(v, signs, n: tl.constexpr):
+def _rotate(v, word, n: tl.constexpr):
     """
-    quant.hadamard without its factor: every n of the strips' values times diag(signs) H_n.
+    quant.hadamard without its factor: every n of the strips' values times diag(signs) H_n, n at most 16.
 
     Each pass of the butterfly, a + b and a - b, takes its two signs as that of a, kept for later, and that of
-    a b, which a fused multiply-add has for nothing. In the end all values wait for the first sign.
+    a b, which a fused multiply-add has for nothing. In the end all values wait for the first sign. After p
+    passes the signs that wait are those of every 2^p-th value, so the bits of a b are word ^ word >> 2^p.
     """
     out = ()
     for first in tl.static_range(0, len(v), n):
-        x, waiting = _slice(v, first, n), signs
-        for _ in tl.static_range(_log2(n)):
-            low, high, kept = (), (), ()
+        x = _slice(v, first, n)
+        for p in tl.static_range(_log2(n)):
+            low, high, both = (), (), word ^ (word >> (1 << p))
             for j in tl.static_range(n // 2):
-                sign = waiting[2 * j] * waiting[2 * j + 1]
+                sign = _sign(both, j % (n >> (p + 1)) << (p + 1))
                 low = low + (tl.fma(x[2 * j + 1], sign, x[2 * j]),)
                 high = high + (tl.fma(x[2 * j + 1], -sign, x[2 * j]),)
-                kept = kept + (waiting[2 * j],)
-            x, waiting = low + high, kept + kept
+            x = low + high
         out = out + x
     return out
 
@@ -656,19 +649,18 @@ def _scale_byte(inner, OP: tl.constexpr):
 
 
 @triton.jit
-def _turn(v, at, STREAM: tl.constexpr, n: tl.constexpr):
+def _turn(v, words, n: tl.constexpr):
     """
-    v rotated by the signs of this stream, n values at a time, up to a factor: -> values, factor. The factor
+    v rotated by the signs in these words, n values at a time, up to a factor: -> values, factor. The factor
     is a sign and, where that is a power of two, 1 / sqrt(n): the scale takes it along without rounding.
     """
     factor = 1.0
     if n > STRIP:
-        v = _across(_rotate(_flip(v, at, STREAM, n), _signs(at, NO_SIGNS, STRIP), STRIP), n)
+        v = _across(_rotate(_flip(v, words, n), tl.full((), 0, tl.int32), STRIP), n)
         factor = n ** -0.5
     elif n > 0:
-        signs = _signs(at, STREAM, n)
-        v = _rotate(v, signs, n)
-        factor = signs[0] * (n ** -0.5)
+        v = _rotate(v, words[0], n)
+        factor = _sign(words[0], 0) * (n ** -0.5)
     if n > 0 and _log2(n) % 2 == 1:
         v = _times(v, factor)
         factor = 1.0
@@ -820,7 +812,7 @@ def _trusted(v, factor, codes, scale, OP: tl.constexpr):
 
 
 @triton.jit
-def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
+def _side(v, out, at, words, line, first, lines, length, amax_ptr, PLACE: tl.constexpr, SIDE: tl.constexpr,
           MEASURE: tl.constexpr):
     """
     Rotate, round and store strips v of some lines, from position `first` of each line of `length` -> the
@@ -828,7 +820,7 @@ def _side(v, out, at, line, first, lines, length, amax_ptr, PLACE: tl.constexpr,
     """
     OP: tl.constexpr = SIDE.op
     n: tl.constexpr = SIDE.turn
-    v, factor = _turn(v, at, SIDE.signs, n)
+    v, factor = _turn(v, words, n)
     if MEASURE:
         a = _maximum(v) * _magnitude(factor)
         tl.atomic_max(amax_ptr + PLACE, tl.max(a.to(tl.int32, bitcast=True)))
@@ -867,12 +859,14 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
     # half of the rows at a time, so that few values are alive at once. A pass for the maxima of columns may
     # need the rounded rows too; storing them is left to the last pass
     halves, stored = (), M if MEASURE == "" else 0
+    if ROW is not None:
+        words = _sign_words(at, ROW.signs)      # once, not once for each half
     for i in tl.static_range(2):
         row = top + i * 64 + tl.arange(0, 64)
         x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, keep_ptr)
         rounded = x
         if ROW is not None and (MEASURE != "col" or ALIGN):
-            rounded = _side(_cast(x, tl.float32), row_out, at, row, left, stored, K, amax_ptr, 0, ROW,
+            rounded = _side(_cast(x, tl.float32), row_out, at, words, row, left, stored, K, amax_ptr, 0, ROW,
                             MEASURE == "row" or MEASURE == "both")
         halves = halves + (rounded if ALIGN else x,)
 
@@ -883,8 +877,11 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
             line = tl.load(line_ptr + line, line < K, lines)
         v = _cast(_transpose(_stack(halves[0], halves[1])), tl.float32)
         if EXTRA is not None and MEASURE == "":
-            _side(v, extra_out, at, line, top, lines, M, amax_ptr, 0, EXTRA, False)
-        _side(v, col_out, at, line, top, lines, M, amax_ptr, 1, COL, MEASURE == "col" or MEASURE == "both")
+            words = _sign_words(at, EXTRA.signs)
+            _side(v, extra_out, at, words, line, top, lines, M, amax_ptr, 0, EXTRA, False)
+        words = _sign_words(at, COL.signs)
+        _side(v, col_out, at, words, line, top, lines, M, amax_ptr, 1, COL,
+              MEASURE == "col" or MEASURE == "both")
 
 
 def round_pair(x: Tensor, row: Side | None, col: Side | None, row_out: Out | None, col_out: Out | None,
@@ -1103,8 +1100,9 @@ def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, n: t
     row = top + tl.arange(0, 64)
     given = length if TURNED else K
     v = _cast(_load(x_ptr, row, left, M, given, given, None), tl.float32)
+    words = _sign_words(at, STREAM)
     if not TURNED:
-        v, factor = _turn(v, at, STREAM, n)
+        v, factor = _turn(v, words, n)
         v = _times(v, factor)
     if trust_ptr is not None:
         trust = _cast(_load(trust_ptr, row, left, M, length, length, None), tl.float32)
@@ -1113,8 +1111,8 @@ def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, n: t
             out = out + (v[i] * trust[i],)
         v = out
     # the Hadamard matrix is its own inverse; the signs come last
-    v, factor = _turn(v, at, NO_SIGNS, n)
-    _store(out_ptr, _flip(_times(v, factor), at, STREAM, n), row, left, M, K, K)
+    v, factor = _turn(v, _sign_words(at, NO_SIGNS), n)
+    _store(out_ptr, _flip(_times(v, factor), words, n), row, left, M, K, K)
 
 
 def turn_back(x: Tensor, trust: Tensor | None, side: Side, K: int, turned: bool, counter: Tensor) -> Tensor:
