@@ -40,7 +40,7 @@ class Config:
     device: str = "auto"                # auto | cpu | cuda | mps; auto = cuda where there is one, else cpu
     backend: str = "auto"               # auto | reference | emulate | packed | native: who rounds, and how
     parallel: str = "ddp"               # ddp | fsdp: how torchrun's ranks share the model; fsdp cuts it up
-    compile: bool = True                # torch.compile the model on CUDA; has no effect elsewhere
+    compile: bool = True                # torch.compile blocks and loss on CUDA; has no effect elsewhere
     recompute: bool = False             # compute blocks again in the backward pass: less memory, more time
     overwrite: bool = False             # delete a finished or unfinished run of the same name and start anew
     stop_at: int = 0                    # stop after this step, saved, as a job that is killed would; 0 = off

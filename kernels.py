@@ -130,10 +130,35 @@ def _cast(v, dtype: tl.constexpr):
 
 
 @triton.jit
+def _floats(v):
+    """ Strips as they were loaded -> float32. Of two bf16 in a word each takes one instruction. """
+    if v[0].dtype == tl.int32:
+        out = ()
+        for i in tl.static_range(len(v)):
+            low, high = v[i] << 16, v[i] & -65536
+            out = out + (low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+    else:
+        out = _cast(v, tl.float32)
+    return out
+
+
+@triton.jit
+def _narrow(v):
+    """ Strips as they were loaded, pairs of bf16 as bf16. """
+    if v[0].dtype == tl.int32:
+        out = ()
+        for i in tl.static_range(len(v)):
+            even = v[i].to(tl.int16).to(tl.bfloat16, bitcast=True)
+            out = out + (even, (v[i] >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+        v = out
+    return v
+
+
+@triton.jit
 def _transpose(v):
-    """ Strips of a tile along its rows -> strips along its columns. """
+    """ Strips of a tile along its rows -> strips along its columns, float32. """
     tile = tl.trans(tl.reshape(_join(v), [128, 128]))
-    return _split(tl.reshape(tile, [128, STRIPS, STRIP]), STRIP)
+    return _cast(_split(tl.reshape(tile, [128, STRIPS, STRIP]), STRIP), tl.float32)
 
 
 @triton.jit
@@ -217,12 +242,6 @@ def _load(ptr, row, first, M, K, stride, keep_ptr):
                 a, b = tl.where(keep_a != 0, a, 0.0), tl.where(keep_b != 0, b, 0.0)
         a, b = tl.permute(a, [1, 0, 2]), tl.permute(b, [1, 0, 2])
         strips = strips + _split(a, P) + _split(b, P)
-    if PAIRS:
-        values = ()
-        for i in tl.static_range(N):
-            even = strips[i].to(tl.int16).to(tl.bfloat16, bitcast=True)
-            values = values + (even, (strips[i] >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
-        strips = values
     return strips
 
 
@@ -656,7 +675,7 @@ def _turn(v, words, n: tl.constexpr):
     """
     factor = 1.0
     if n > STRIP:
-        v = _across(_rotate(_flip(v, words, n), tl.full((), 0, tl.int32), STRIP), n)
+        v = _across(_rotate(_flip(v, words, n), tl.full((), 0, tl.int32), 16), n)
         factor = n ** -0.5
     elif n > 0:
         v = _rotate(v, words[0], n)
@@ -866,16 +885,16 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
         x = _load(x_ptr, row, left // HALF, M, K // HALF, K // HALF, keep_ptr)
         rounded = x
         if ROW is not None and (MEASURE != "col" or ALIGN):
-            rounded = _side(_cast(x, tl.float32), row_out, at, words, row, left, stored, K, amax_ptr, 0, ROW,
+            rounded = _side(_floats(x), row_out, at, words, row, left, stored, K, amax_ptr, 0, ROW,
                             MEASURE == "row" or MEASURE == "both")
-        halves = halves + (rounded if ALIGN else x,)
+        halves = halves + (rounded if ALIGN else _narrow(x),)
 
     if COL is not None and MEASURE != "row":
         # the transposed tile: its lines are the columns of x, or those that they were once
         line = left + tl.arange(0, 128)
         if line_ptr is not None:
             line = tl.load(line_ptr + line, line < K, lines)
-        v = _cast(_transpose(_stack(halves[0], halves[1])), tl.float32)
+        v = _transpose(_stack(halves[0], halves[1]))
         if EXTRA is not None and MEASURE == "":
             words = _sign_words(at, EXTRA.signs)
             _side(v, extra_out, at, words, line, top, lines, M, amax_ptr, 0, EXTRA, False)
@@ -1099,13 +1118,13 @@ def _turn_back_kernel(x_ptr, trust_ptr, out_ptr, M, K, length, counter_ptr, n: t
     at = (tl.load(counter_ptr), 0, 0, 0)
     row = top + tl.arange(0, 64)
     given = length if TURNED else K
-    v = _cast(_load(x_ptr, row, left, M, given, given, None), tl.float32)
+    v = _floats(_load(x_ptr, row, left, M, given, given, None))
     words = _sign_words(at, STREAM)
     if not TURNED:
         v, factor = _turn(v, words, n)
         v = _times(v, factor)
     if trust_ptr is not None:
-        trust = _cast(_load(trust_ptr, row, left, M, length, length, None), tl.float32)
+        trust = _floats(_load(trust_ptr, row, left, M, length, length, None))
         out = ()
         for i in tl.static_range(STRIP):
             out = out + (v[i] * trust[i],)

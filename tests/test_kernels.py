@@ -840,7 +840,7 @@ def launch_track():
 # (what is launched, architecture): bytes of a thread's values that find no register. A rounding kernel takes
 # 5 to 20 s to compile the first time, so each kernel and each architecture is here, but not each with each
 # other
-SPILLS = {("x", 80): 0, ("dy", 90): 32, ("w_packed", 90): 0, ("dy_packed", 100): 0, ("x_packed", 103): 0,
+SPILLS = {("x", 80): 0, ("dy", 90): 48, ("w_packed", 90): 0, ("dy_packed", 100): 0, ("x_packed", 103): 0,
           ("w", 120): 0, ("nvidia", 90): 24, ("six", 90): 0, ("turn_back", 100): 0,
           ("unpack", 103): 0, ("track", 120): 0}
 KERNELS = {name: f"_{name}_kernel" for name in ("turn_back", "unpack", "track")}
