@@ -850,7 +850,7 @@ def listed(kind: str, known) -> Callable[[str], list[str]]:
 
 def whole(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not text.replace("_", "").isdecimal() or not least <= int(text) <= 2**24:
+        if not re.fullmatch(r"\d+(_\d+)*", text) or not least <= int(text) <= 2**24:
             raise argparse.ArgumentTypeError(f"type a whole number from {least} to {2**24}, not {text!r}")
         return int(text)
     return read

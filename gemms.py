@@ -314,7 +314,8 @@ def _for_hopper(a: tuple, b: tuple) -> bool:
     """ Whether hopper.py multiplies these operands, which nvfp4_gemm has checked. """
     whole = a[0].shape[1] % 64 == 0 and a[0].numel() > 0 and b[0].numel() > 0
     double_block = all(t[2] is not None and t[2].dim() for t in (a, b))
-    aligned = all(t[0].data_ptr() % 16 == 0 and t[1].data_ptr() % 8 == 0 for t in (a, b))
+    # copies of more than a byte at a time need to be known to be aligned, and to Triton that is to 16 bytes
+    aligned = all(x.data_ptr() % 16 == 0 for t in (a, b) for x in t[:2])
     return hopper is not None and arch_of(a[0].device) == "sm_90" and whole and double_block and aligned
 
 

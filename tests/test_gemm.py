@@ -103,11 +103,21 @@ def test_hopper(M, N, K, monkeypatch):
     assert_product(fast[0], K + 3, (a_values, b_values))
     for out in (*fast, kernels.nvfp4_gemm(a, b, dtype=torch.float32)):
         assert torch.equal(out, fast[0])
-    # codes that start at 4 bytes, and K that ends within a step, are for the other one
-    monkeypatch.undo()
-    shifted = torch.cat([a[0].new_zeros(4), a[0].flatten()])[4:].view(M, K // 2)
-    assert not kernels._for_hopper((shifted, *a[1:]), b)
-    assert not kernels._for_hopper(*(operand(16, K + 16, DOUBLE_BLOCK, 0)[0] for _ in range(2)))
+
+
+def test_what_hopper_is_given(monkeypatch):
+    """ Catches: what its kernel cannot copy or multiply: odd starts, part of a step, other scales. """
+    monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(kernels, "hopper", True)
+    (code, inner, outer), _ = operand(16, 128, DOUBLE_BLOCK, 0)
+    assert kernels._for_hopper((code, inner, outer), (code, inner, outer))
+
+    def shifted(x, by):
+        return torch.cat([x.new_zeros(by), x.flatten()])[by:].view(x.shape)
+    for a in ((shifted(code, 4), inner, outer), (code, shifted(inner, 8), outer),
+              operand(16, 144, DOUBLE_BLOCK, 0)[0], operand(16, 128, PER_TENSOR, 0)[0],
+              operand(16, 128, MXFP4, 0)[0], (code[:0], inner[:0], outer[:0])):
+        assert not kernels._for_hopper(a, a)
 
 
 def one_hot(n, code, op):
