@@ -461,7 +461,8 @@ def kernel_table(cases: list[Case], report: Report, clock, n: int,
 
 def bench_kernels(args: argparse.Namespace):
     device = pick_device(args)
-    if "emulate" in backends_here(device):
+    fused = "emulate" in backends_here(device)
+    if fused:
         check_kernels(args.recipes)
     report = Report(args, device)
     if device.type == "cuda":
@@ -472,13 +473,13 @@ def bench_kernels(args: argparse.Namespace):
         report.say(f"a copy of 1 GiB: {2**31 / timing.median / 1e6:.0f} GB/s, read + written; {timing} ms, "
                    f"n={timing.n}. % of copy: of this rate, counting what must move; % of one as large: of "
                    "the rate at which as many bytes are copied")
-        for recipe in args.recipes if "emulate" in backends_here(device) else []:
+        for recipe in args.recipes if fused else []:
             # made one shape at a time, or all tensors would be there at once
             cases = (case for name, shape in KERNEL_SHAPES.items()
                      for case in fused_cases(device, name, *shape, recipe))
             report.say(kernel_table(cases, report, clock, args.n, copy))
         report.say(kernel_table(reference_cases(device, 32768, 1024), report, clock, args.n, copy))
-        if "emulate" in backends_here(device):
+        if fused:
             report.say(gemm_table(gemm_cases(device, 8192), report, clock, args.n))
         return
     no_times(report, args, "the rounding of one small tensor is")
@@ -489,17 +490,20 @@ def bench_kernels(args: argparse.Namespace):
 # 4  bench.py linear
 
 
-def fp8_cast(x: Tensor, op: Operand) -> tuple[Tensor, Tensor, Tensor]:
-    """ x (M, K) -> in FP8, by max|x| of the whole tensor; the same transposed; and the scale, float32. """
+def fp8_cast(x: Tensor, op: Operand, counter: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    x (M, K) -> in FP8, by max|x| of the whole tensor; the same transposed; and the scale, float32. With a
+    counter by the fused kernel, which asks for one though nothing here is random.
+    """
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[op.grid]
-    if "emulate" not in backends_here(x.device):
+    if counter is None:
         q = quantize(x, op)
         return q.code.view(dtype), q.code.t().contiguous().view(dtype), q.outer
     from fused import room
     from kernels import Side, round_pair
     side, (M, K) = Side(op), x.shape
     row, col = room(x, M, K, side)[1], room(x, K, M, side)[1]
-    round_pair(x, side, side, row, col, x.new_zeros(4, dtype=torch.int64), 0)
+    round_pair(x, side, side, row, col, counter, 0)
     return row.data.view(dtype), col.data.view(dtype), row.outer
 
 
@@ -507,28 +511,30 @@ class Fp8Product(torch.autograd.Function):
     """ A linear in FP8 per tensor: E4M3 forward, E5M2 for dY. """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
-        (x8, xt8, sx), (w8, wt8, sw) = (fp8_cast(t, RECIPES["fp8"].y_x) for t in (x, w))
+    def forward(ctx, x: Tensor, w: Tensor, counter: Tensor | None) -> Tensor:
+        (x8, xt8, sx), (w8, wt8, sw) = (fp8_cast(t, RECIPES["fp8"].y_x, counter) for t in (x, w))
         ctx.save_for_backward(xt8, wt8, sx, sw)
+        ctx.counter = counter
         return torch._scaled_mm(x8, w8.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         xt8, wt8, sx, sw = ctx.saved_tensors
-        dy8, dyt8, sdy = fp8_cast(dy, RECIPES["fp8"].dx_dy)
+        dy8, dyt8, sdy = fp8_cast(dy, RECIPES["fp8"].dx_dy, ctx.counter)
         # the second operand is always handed over column-major, which is what the tensor cores read
         dx = torch._scaled_mm(dy8, wt8.t(), sdy, sw, out_dtype=torch.bfloat16)
         dw = torch._scaled_mm(dyt8, xt8.t(), sdy, sx, out_dtype=torch.bfloat16)
-        return dx, dw.float()
+        return dx, dw.float(), None
 
 
 class Fp8Linear(nn.Module):
     def __init__(self, K: int, N: int, device: torch.device):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(N, K, device=device))
+        self.counter = Counter(device=device).state if "emulate" in backends_here(device) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return Fp8Product.apply(x, self.weight)
+        return Fp8Product.apply(x, self.weight, self.counter)
 
 
 def quant_linear(K: int, N: int, recipe: str, backend: str, device: torch.device) -> QuantLinear:

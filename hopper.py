@@ -13,7 +13,7 @@ Triton's lower level, a kernel says itself what lies where and what waits for wh
 
 What this file leaves out: all but two NVFP4 operands with outer scales per 128 and K a multiple of 128.
 
-Letters used for shapes: out (M, N) = A (M, K) B (N, K)^T; R rows of a tile, 128.
+Letters used for shapes: out (M, N) = A (M, K) B (N, K)^T.
 """
 import triton
 from torch import Tensor
@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait)
 
-R, WARPS = gl.constexpr(128), gl.constexpr(8)      # a tile of out is R x R, and has a program of its own
+TILE, WARPS = gl.constexpr(128), gl.constexpr(8)      # a square of out has a program of its own
 STAGES = gl.constexpr(4)        # steps whose codes and scales are on their way, or in shared memory
 GROUP = gl.constexpr(16)        # as many rows of tiles are walked together, so that L2 keeps B
 # decoded operands are 2^-7 of their value
@@ -58,10 +58,10 @@ def _scale_pairs(byte):
 
 @gluon.jit
 def _decode(x, byte):
-    """ x (R, 16) words of codes, byte (R, 8) scales -> float16 (R, 128), columns in another order. """
+    """ x (TILE, 16) words of codes, byte (TILE, 8) scales -> float16 (TILE, 128), columns reordered. """
     scale = gl.expand_dims(_scale_pairs(byte), 2)
-    scale, _ = gl.broadcast(scale, gl.full([R, 8, 2], 0, gl.uint32, layout=scale.type.layout))
-    scale = gl.convert_layout(gl.reshape(scale, [R, 16]), x.type.layout, assert_trivial=True)
+    scale, _ = gl.broadcast(scale, gl.full([TILE, 8, 2], 0, gl.uint32, layout=scale.type.layout))
+    scale = gl.convert_layout(gl.reshape(scale, [TILE, 16]), x.type.layout, assert_trivial=True)
     # codes i and i + 4 are 16 bits apart, as the halves of a word are
     x0 = ((x << 9) & 0x0E000E00) | ((x << 12) & 0x80008000)
     x1 = ((x << 5) & 0x0E000E00) | ((x << 8) & 0x80008000)
@@ -70,11 +70,11 @@ def _decode(x, byte):
     words = gl.join(gl.join(_mul2(x0, scale), _mul2(x1, scale)), gl.join(_mul2(x2, scale), _mul2(x3, scale)))
     # the order is free, if both operands have the same: in this one threads that store together do not meet
     # at a bank of the memory
-    words = gl.reshape(words, [R, 4, 4, 2, 2])
-    words = gl.reshape(gl.permute(words, (0, 3, 1, 4, 2)), [R, 64])
+    words = gl.reshape(words, [TILE, 4, 4, 2, 2])
+    words = gl.reshape(gl.permute(words, (0, 3, 1, 4, 2)), [TILE, 64])
     low = words.to(gl.uint16).to(gl.float16, bitcast=True)
     high = (words >> 16).to(gl.uint16).to(gl.float16, bitcast=True)
-    return gl.reshape(gl.join(low, high), [R, 128])
+    return gl.reshape(gl.join(low, high), [TILE, 128])
 
 
 # -----------------------------------------------------------------------------
@@ -87,8 +87,9 @@ def _sources(code_ptr, inner_ptr, outer_ptr, first, rows, steps):
     words: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])         # 16 bytes
     bytes_: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])       # 8 bytes
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    row, row_inner = gl.arange(0, R, gl.SliceLayout(1, words)), gl.arange(0, R, gl.SliceLayout(1, bytes_))
-    row_outer = gl.arange(0, R, line)
+    row = gl.arange(0, TILE, gl.SliceLayout(1, words))
+    row_inner = gl.arange(0, TILE, gl.SliceLayout(1, bytes_))
+    row_outer = gl.arange(0, TILE, line)
     first = first.to(gl.int64)
     code = code_ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + first * (steps * 16)
     code += (row * (steps * 16))[:, None] + gl.arange(0, 16, gl.SliceLayout(0, words))[None, :]
@@ -104,9 +105,9 @@ def _room():
     """ Shared memory for codes, inner and outer scales of one operand, STAGES steps. """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return (gl.allocate_shared_memory(gl.uint32, [STAGES, R, 16], flat),
-            gl.allocate_shared_memory(gl.uint8, [STAGES, R, 8], flat),
-            gl.allocate_shared_memory(gl.float32, [STAGES, R], line))
+    return (gl.allocate_shared_memory(gl.uint32, [STAGES, TILE, 16], flat),
+            gl.allocate_shared_memory(gl.uint8, [STAGES, TILE, 8], flat),
+            gl.allocate_shared_memory(gl.float32, [STAGES, TILE], line))
 
 
 @gluon.jit
@@ -145,26 +146,26 @@ def _hopper_kernel(
     M, N, steps,                            # of 128 columns
 ):
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1],
-                                                  instr_shape=[16, R, 16])
-    tiles_m, tiles_n = gl.cdiv(M, R), gl.cdiv(N, R)
+                                                  instr_shape=[16, TILE, 16])
+    tiles_m, tiles_n = gl.cdiv(M, TILE), gl.cdiv(N, TILE)
     per_group = GROUP * tiles_n
     first = gl.program_id(0) // per_group * GROUP
     height = min(tiles_m - first, GROUP)
-    top = (first + gl.program_id(0) % per_group % height) * R
-    left = gl.program_id(0) % per_group // height * R
+    top = (first + gl.program_id(0) % per_group % height) * TILE
+    left = gl.program_id(0) % per_group // height * TILE
 
     a_source, a_inside = _sources(a_ptr, a_inner_ptr, a_outer_ptr, top, M, steps)
     b_source, b_inside = _sources(b_ptr, b_inner_ptr, b_outer_ptr, left, N, steps)
     a_room, b_room = _room(), _room()
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    a_values = gl.allocate_shared_memory(gl.float16, [2, R, 128], swizzled)
-    b_values = gl.allocate_shared_memory(gl.float16, [2, R, 128], swizzled)
+    a_values = gl.allocate_shared_memory(gl.float16, [2, TILE, 128], swizzled)
+    b_values = gl.allocate_shared_memory(gl.float16, [2, TILE, 128], swizzled)
 
     for ahead in gl.static_range(STAGES - 1):
         _copy(ahead, steps, a_room, a_source, a_inside)
         _copy(ahead, steps, b_room, b_source, b_inside)
         async_copy.commit_group()
-    acc = gl.full([R, R], 0.0, gl.float32, layout=mma)
+    acc = gl.full([TILE, TILE], 0.0, gl.float32, layout=mma)
     async_copy.wait_group(STAGES - 2)
     _values(0, a_room, a_values)
     _values(0, b_room, b_values)
@@ -189,8 +190,8 @@ def _hopper_kernel(
     done = warpgroup_mma_wait(0, [part])
     acc = _add(acc, done, steps - 1, a_room, b_room) * LIFT
 
-    m = top + gl.arange(0, R, gl.SliceLayout(1, mma))
-    n = left + gl.arange(0, R, gl.SliceLayout(0, mma))
+    m = top + gl.arange(0, TILE, gl.SliceLayout(1, mma))
+    n = left + gl.arange(0, TILE, gl.SliceLayout(0, mma))
     out_ptrs = out_ptr + m.to(gl.int64)[:, None] * N + n[None, :]
     gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
 
@@ -198,6 +199,6 @@ def _hopper_kernel(
 def nvfp4_gemm(a: tuple, b: tuple, out: Tensor) -> Tensor:
     """ gemms.nvfp4_gemm into out, for operands with outer scales per 128 and rows of whole steps of 128. """
     (M, N), steps = out.shape, a[2].shape[1]
-    _hopper_kernel[(triton.cdiv(M, R.value) * triton.cdiv(N, R.value),)](
+    _hopper_kernel[(triton.cdiv(M, TILE.value) * triton.cdiv(N, TILE.value),)](
         *a, *b, out, M, N, steps, num_warps=WARPS.value)
     return out

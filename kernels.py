@@ -143,7 +143,7 @@ def _floats(v):
 
 
 @triton.jit
-def _narrow(v):
+def _unpaired(v):
     """ Strips as they were loaded, pairs of bf16 as bf16. """
     if v[0].dtype == tl.int32:
         out = ()
@@ -887,7 +887,7 @@ def _pair_kernel(x_ptr, M, K, row_out, col_out, extra_out, keep_ptr, line_ptr, l
         if ROW is not None and (MEASURE != "col" or ALIGN):
             rounded = _side(_floats(x), row_out, at, words, row, left, stored, K, amax_ptr, 0, ROW,
                             MEASURE == "row" or MEASURE == "both")
-        halves = halves + (rounded if ALIGN else _narrow(x),)
+        halves = halves + (rounded if ALIGN else _unpaired(x),)
 
     if COL is not None and MEASURE != "row":
         # the transposed tile: its lines are the columns of x, or those that they were once
