@@ -17,6 +17,7 @@ from recipes import MXFP8, NEAREST, STOCHASTIC
 from roofline import Gpu, bits, linear_seconds, product_seconds, rounding_bytes
 
 CPU = torch.device("cpu")
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")      # where kernels run
 
 
 class FakeClock:
@@ -472,7 +473,7 @@ def test_a_wrong_rounding_kernel_is_not_timed(recipe, spoilt, monkeypatch):
             getattr(row_out, spoilt)[5, 7] = 2
     monkeypatch.setattr(kernels, "round_pair", round_pair)
     for spoil in (False, True):
-        for case in bench.fused_cases(CPU, "small", 128, 128, 128, recipe)[: 2 if spoilt == "data" else 1]:
+        for case in bench.fused_cases(HERE, "small", 128, 128, 128, recipe)[: 2 if spoilt == "data" else 1]:
             if spoil:
                 with pytest.raises(bench.CheckFailed, match=f"{recipe}, .* differs from the reference"):
                     case.check()
@@ -484,9 +485,9 @@ def test_a_wrong_rounding_kernel_is_not_timed(recipe, spoilt, monkeypatch):
 def test_fp8_baseline_is_cast_alike_by_kernels(number, dtype):
     """ Catches: FP8 bytes that PyTorch reads as other numbers, a scale that divides, a copy not turned. """
     pytest.importorskip("triton", reason="needs Triton, which the CPU build of PyTorch does not bring along")
-    x, op = torch.randn(48, 80), bench.RECIPES["fp8"].operands[number - 1]
+    x, op = torch.randn(48, 80, device=HERE), bench.RECIPES["fp8"].operands[number - 1]
     slow = bench.fp8_cast(x, op, None)
-    for got, wanted in zip(bench.fp8_cast(x, op, bench.Counter().state), slow):
+    for got, wanted in zip(bench.fp8_cast(x, op, bench.Counter(device=HERE).state), slow):
         assert got.dtype == wanted.dtype and torch.equal(got.float(), wanted.float())
     assert slow[0].dtype == dtype and torch.equal(slow[0].float(), slow[1].float().t())
     scale = x.abs().max() / torch.finfo(dtype).max

@@ -698,7 +698,7 @@ def test_passes_for_maxima_store_no_values(monkeypatch):
             return launch
     kernel = kernels._pair_kernel
     monkeypatch.setattr(kernels, "_pair_kernel", Watched())
-    round_pair(x, row, col, *outs, COUNTER.state, LAYER, align=True)
+    round_pair(x, row, col, *outs, COUNTER.state.to(DEVICE), LAYER, align=True)
     assert left == [("row", True, True), ("col", True, True), ("", False, False)]
 
 
