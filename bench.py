@@ -13,7 +13,8 @@ printed, and nothing is written unless --out says where.
 
 What is timed lies between two CUDA events, n times after a warm-up; the tables give median, least and most.
 Where one operation is timed, a buffer larger than the L2 cache is read before each call: its inputs come from
-memory, as in training. In `step` nothing comes between the steps.
+memory, as in training, and the host has time to launch all of it beforehand. In `step` nothing comes between
+the steps, and the host keeps up or does not.
 
 Left out: data loading and evaluation, more than one GPU, and any number that is not of this machine, but for
 the paper's, which are labelled as theirs.
@@ -52,7 +53,7 @@ from roofline import GPUS, METHODS, OUTLIER_SHARE, PAPER, layer_shapes, roofline
 
 HERE = Path(__file__).resolve().parent
 WARMUP = 3               # calls or steps before the first that counts
-FEWEST, PATIENCE = 5, 10_000      # calls, and milliseconds for all of them: see measure()
+FEWEST, PATIENCE, FLUSHES = 5, 10_000, 20      # calls, milliseconds for all of them, flushes: see measure()
 
 
 class BenchError(ValueError):
@@ -129,9 +130,13 @@ class CudaClock:
     def flush(self):
         """
         L2 holds nothing of what was used before. Read, not written: dirty lines would cost later. It takes
-        half a millisecond of an H200, in which the host gets ahead: no kernel then waits to be launched.
+        half a millisecond of an H200, in which the host gets ahead.
         """
         self.cold.amax()
+
+    def host(self) -> float:
+        """ Milliseconds on the host's clock, which goes on while the device works. """
+        return 1e3 * time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -147,16 +152,24 @@ def measure(call: Callable, clock, n: int, prepare: Callable | None = None) -> T
     """
     Time call(), or call(prepare()) with prepare not timed, from a cold cache: n times after WARMUP others,
     but fewer, down to FEWEST, where that would take longer than PATIENCE.
+
+    Timed is the device's work, as if from a CUDA graph: the cache is flushed for longer than the host took to
+    launch the same in the warm-up, so that no kernel waits for its launch. What waits for the host even so,
+    because it reads a result or launches for longer than FLUSHES last, is timed with that.
     """
-    def once() -> tuple:
+    def once(flushes: int) -> tuple:
         made = [prepare()] if prepare else []
-        clock.flush()
-        start = clock.mark()
+        first = clock.mark()
+        for _ in range(flushes):
+            clock.flush()
+        start, host = clock.mark(), clock.host()
         call(*made)
-        return start, clock.mark()
-    warm = clock.between([once() for _ in range(WARMUP)])[-1]
+        return (start, clock.mark()), (first, start), clock.host() - host
+    timed, flushed, launches = zip(*(once(1) for _ in range(WARMUP)))
+    warm, flush = clock.between(timed)[-1], min(clock.between(flushed))
+    flushes = 1 + min(math.ceil(min(launches) / max(flush, 1e-6)), FLUSHES)
     n = min(n, max(FEWEST, int(PATIENCE / max(warm, 1e-6))))
-    return Timing.of(clock.between([once() for _ in range(n)]))
+    return Timing.of(clock.between([once(flushes)[0] for _ in range(n)]))
 
 
 def markdown(rows: list[list]) -> str:
@@ -638,8 +651,9 @@ def bench_linear(args: argparse.Namespace):
     report.say(markdown(table))
     if device.type != "cuda":
         return no_times(report, args, "layers of this one shape are", "--backends")
-    report.say("Medians, and least to most; the float32 master weight is cast or rounded in each forward. "
-               "Speed over bf16: of both passes together, then of each.")
+    report.say("Medians, and least to most, of the GPU's work, launched beforehand; the float32 master "
+               "weight is cast or rounded in each forward. Speed over bf16: of both passes together, then of "
+               "each.")
     report.say(markdown(linear_table(args, report, device, methods, CudaClock(device))))
 
 

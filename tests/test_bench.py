@@ -24,7 +24,7 @@ class FakeClock:
     """ Time passes only when tick() is called, so that what a timing contains can be counted. """
 
     def __init__(self):
-        self.now, self.flushes = 0.0, 0
+        self.now, self.flushes, self.busy = 0.0, 0, 0.0
 
     def tick(self, ms: float):
         self.now += ms
@@ -35,6 +35,9 @@ class FakeClock:
 
     def mark(self) -> float:
         return self.now
+
+    def host(self) -> float:
+        return self.busy
 
     def between(self, marks):
         return [end - start for start, end in marks]
@@ -135,6 +138,21 @@ def test_measure_times_the_call_alone():
     timing = measure(call, clock, 9, prepare)
     assert (timing.median, timing.least, timing.most, timing.n) == (11, 10, 90, 9)
     assert calls == list(range(12)) and clock.flushes == 12
+
+
+@pytest.mark.parametrize("ms, flushes", [(0.0, 1), (1.0, 2), (1000.0, 2), (2500.0, 4),
+                                         (1e9, 1 + bench.FLUSHES)])
+def test_the_host_launches_beforehand(ms, flushes):
+    """ Catches: FP8's casts, ten launches in Python, timed as the host's milliseconds; flushes no end. """
+    clock, first = FakeClock(), True
+
+    def call():
+        nonlocal first
+        clock.tick(3)
+        clock.busy += 1e12 if first else ms     # the first call compiles
+        first = False
+    assert measure(call, clock, 5).median == 3
+    assert clock.flushes == bench.WARMUP + 5 * flushes
 
 
 def test_slow_calls_are_measured_less_often():
