@@ -292,11 +292,11 @@ def bench_model(args: argparse.Namespace):
 
 @dataclass(frozen=True)
 class Case:
-    """ One kernel at one shape. bytes: the least that its inputs and outputs must move. """
+    """ One kernel at one shape. work: the bytes that it must move at least; of a product, its operations. """
     name: str
     shape: tuple[int, ...]
     call: Callable[[], object]
-    bytes: float
+    work: float
     check: Callable[[], float]     # -> effective bits of what call() computes; CheckFailed if it is wrong
 
 
@@ -435,11 +435,11 @@ def gemm_table(cases: list[Case], report: Report, clock, n: int) -> str:
     rows, first = [["product", "shape", "effective bits", "TFLOP/s", "% of bf16", "ms", "n"]], None
     for case in cases:
         bits, t = case.check(), measure(case.call, clock, n)
-        rate = case.bytes / t.median / 1e9
+        rate = case.work / t.median / 1e9
         first = first or rate
         rows.append([case.name, "x".join(map(str, case.shape)), f"{bits:.2f}", f"{rate:.0f}",
                      f"{100 * rate / first:.1f}", t, t.n])
-        report.row(product=case.name, shape=case.shape, flop=case.bytes, ms=asdict(t))
+        report.row(product=case.name, shape=case.shape, flop=case.work, ms=asdict(t))
     return markdown(rows)
 
 
@@ -459,12 +459,12 @@ def kernel_table(cases: list[Case], report: Report, clock, n: int,
         large = 2**31 / copy(2**31).median
     for case in cases:
         row = [case.name, "x".join(map(str, case.shape)), f"{case.check():.2f}"]
-        raw = {"kernel": case.name, "shape": case.shape, "bytes": case.bytes}
+        raw = {"kernel": case.name, "shape": case.shape, "bytes": case.work}
         if clock:
             # to start and to end cost every kernel some microseconds, a copy too
-            t, alike = measure(case.call, clock, n), copy(case.bytes)
-            rate = case.bytes / t.median
-            row += [f"{case.bytes / 1e9:.3f}", f"{rate / 1e6:.0f}", f"{100 * rate / large:.1f}",
+            t, alike = measure(case.call, clock, n), copy(case.work)
+            rate = case.work / t.median
+            row += [f"{case.work / 1e9:.3f}", f"{rate / 1e6:.0f}", f"{100 * rate / large:.1f}",
                     f"{100 * alike.median / t.median:.1f}", t, t.n]
             raw |= {"ms": asdict(t), "copy_ms": asdict(alike)}
         report.row(**raw)
@@ -751,8 +751,8 @@ class Training:
 def osci_share(cfg: Config, outside: float, opening: float, inside: float, closing: float) -> float:
     """
     Share of the training time that OsciReset takes. Arguments: milliseconds of a step outside of windows, of
-    the step that opens one, of those in it, and of the last, which resets. Each window has one step of the
-    first kind, osci_window - 1 of the second and one of the third.
+    the step that opens one, of those in it, and of the last, which resets. Each window has one step that
+    opens it, osci_window - 1 in it and one that closes it.
     """
     start, period, window = (cfg.in_steps(x) for x in (cfg.osci_start, cfg.osci_period, cfg.osci_window))
     # those that close before training ends: start + i * period + window < steps
@@ -896,8 +896,9 @@ def read_args(argv: list[str]) -> argparse.Namespace:
         sub.add_argument("--overwrite", action="store_true", help="replace the result in that folder")
         if name != "model":
             sub.add_argument("--device", default="auto", choices=CHOICES["device"][:3])
-            sub.add_argument("--n", type=whole(10 if name == "step" else FEWEST), default=20,
-                             help="times that each is measured (20; fewer of what takes seconds)")
+            fewest, fewer = (10, "") if name == "step" else (FEWEST, "; fewer of what takes seconds")
+            sub.add_argument("--n", type=whole(fewest), default=20,
+                             help=f"times that each is measured (20{fewer})")
         return sub
     model = command("model", bench_model, "the expected speed, computed")
     model.add_argument("--tokens", type=whole(1), default=4096, help="in a micro-step (4096)")

@@ -149,7 +149,7 @@ def operand(out: Out, op) -> tuple:
 
 
 def quantized(x: Tensor, op: Operand) -> Quantized:
-    """ quant.quantize(x, op), to nearest, in one pass. """
+    """ quant.quantize(x, op), to nearest, by the kernels. """
     side = Side(op)
     # each in memory of its own: OsciReset keeps the scales, and codes with them would double what that costs
     memory = [torch.empty(size, dtype=torch.uint8, device=x.device) for size, _ in _parts(*x.shape, side)]

@@ -22,7 +22,7 @@ second, so that a sweep cut short still compares. results/<sweep>/ gets
 The same command again goes on where it stopped: what is done is read and not repeated, an unfinished run
 continues from its checkpoint, a failed one gets one more try.
 
-Left out on purpose: a guess of how many runs fit at a time (peak_gb tells, after one). Runs that train side
+Left out on purpose: a guess of how many runs fit at a time (peak_gib tells, after one). Runs that train side
 by side slow each other down: take tokens_per_s from --jobs=1.
 """
 import argparse
@@ -56,9 +56,9 @@ LINE = "a line is `name | config files and flags | seeds`, such as `bf16 | confi
 FP4, BF16 = "val_loss_fp4", "val_loss_bf16"
 # what a finished run measured, from the last rows of its metrics.csv and the last lines of its log.txt
 FROM_ROWS = ("tokens", FP4, BF16, "train_loss", "seconds")
-FROM_LOG = {"tokens_per_s": r"\d+", "peak_gb": r"\d+\.\d+", "backend": r"\w+", "commit": r"\w+\+?"}
+FROM_LOG = {"tokens_per_s": r"\d+", "peak_gib": r"\d+\.\d+", "backend": r"\w+", "commit": r"\w+\+?"}
 COLUMNS = ("name", "seed", "status", "flags", "steps", "tokens", FP4, BF16, "train_loss", "tokens_per_s",
-           "peak_gb", "seconds", "backend", "commit", "error")
+           "peak_gib", "seconds", "backend", "commit", "error")
 
 
 @dataclass(eq=False)

@@ -624,7 +624,7 @@ def summary(run: Run, trainer: Trainer, row: dict):
     values = {
         "val_loss_fp4": f"{row['val_loss_fp4']:.4f}", "val_loss_bf16": f"{row['val_loss_bf16']:.4f}",
         "tokens": trained, "seconds": f"{trainer.seconds:.1f}",
-        "tokens_per_s": f"{trained / trainer.seconds:.0f}", "peak_gb": f"{peak:.2f}",
+        "tokens_per_s": f"{trained / trainer.seconds:.0f}", "peak_gib": f"{peak:.2f}",
         "backend": trainer.backend, "commit": commit(),
     }
     for key, value in values.items():

@@ -18,8 +18,8 @@ vocab_size = 50_304         # GPT-2's ids, rounded up to a multiple of 128
 
 steps = 50_000              # 105B tokens, about 100 for each weight of the blocks: our choice
 batch_tokens = 2_097_152    # 512 sequences, as released
-micro_batch = 8             # sequences: 30 GB on an H200, bf16 and tetrajet_full alike (results/bench_h200);
-recompute = True            # 19 GB of it are weights, gradients and Adam's moments
+micro_batch = 8             # sequences: 30 GB on an H200 (results/bench_h200), and by a count 10 more while
+recompute = True            # OsciReset tracks all weights; 20 GB are weights, gradients and Adam's moments
 lr = 4e-4
 warmup = 4_000 / steps      # 8.39B tokens, as released
 decay_end = 1.0             # the released cosine would end at 5T tokens, and is cut off at 4T

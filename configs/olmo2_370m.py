@@ -17,7 +17,7 @@ vocab_size = 50_304         # GPT-2's ids, rounded up to a multiple of 128
 
 steps = 50_500              # 211.8B tokens
 batch_tokens = 4_194_304    # 1,024 sequences
-micro_batch = 8             # sequences: 40 GB on an H200, compiled; by a count of what autograd keeps, 100
+micro_batch = 8             # sequences: 45 GB on an H200, compiled; by a count of what autograd keeps, 100
 lr = 3e-4
 warmup = 2_000 / steps      # 8.39B tokens
 decay_end = 200e9 / (steps * batch_tokens)    # the cosine ends at 200B tokens; from there the rate stays

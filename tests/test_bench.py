@@ -449,7 +449,7 @@ def test_a_result_is_not_overwritten_unasked(tmp_path, capsys):
     assert json.loads((tmp_path / "bench.json").read_text())["rows"][0]["tokens"] == 64
 
 
-def test_a_failed_check_ends_with_one_line(tmp_path, capsys, monkeypatch):
+def test_a_failed_check_ends_with_one_line(capsys, monkeypatch):
     """ Catches: a traceback, or code 0, for a kernel that computes nonsense. """
     monkeypatch.setattr(bench, "ERRORS", dict.fromkeys(bench.ERRORS, (2.0, 3.0)))
     with pytest.raises(SystemExit) as end:

@@ -109,7 +109,7 @@ def test_a_step_does_not_wait_for_the_host(shards, osci):
 
 
 @pytest.mark.parametrize("osci", ["topk", "qema", "freeze", "dampen"])
-def test_ten_plus_ten_is_twenty_on_a_gpu_too(shards, tmp_path, capsys, osci):
+def test_ten_plus_ten_is_twenty_on_a_gpu_too(shards, tmp_path, osci):
     """ Catches: state left on the other device. Without compilation the kernels are the same both times. """
     flags = ["--device=cuda", "--compile=false", "--recipe=tetrajet_full", *WINDOWS, f"--osci={osci}",
              "--osci_start=0.3"]

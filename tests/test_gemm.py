@@ -277,7 +277,7 @@ def test_fp8_baseline():
 def job(arch, form, outer, mxfp8, add=False, one=False) -> Job:
     """ The kernel as _launch() would start it on that GPU; with one, for M, N and columns of 1. """
     table = {90: "sm_90", 80: "decode"}.get(arch, "native")
-    BM, BN, warps, stages = kernels.TILES[table][0]
+    BM, BN, warps, stages = kernels.TILES[table]
     pointers = {f"{x}{part}_ptr": "*fp32" if part == "_outer" else "*u8"
                 for x in "ab" for part in ("", "_inner", "_outer", "8", "8_inner")}
     ints = ["M", "N", "columns", "inner_columns", "outer_columns", "columns8", "inner_columns8"]

@@ -457,7 +457,7 @@ def test_blocks_are_compiled_once_for_all():
     assert all(torch.equal(a, b) for a, b in zip(*results)) and seen.frame_count == 3
 
 
-def test_a_mistyped_flag_is_told_once(tmp_path):
+def test_a_mistyped_flag_is_told_once():
     """ Catches: one line for each rank, or none, since torchrun ended the one that speaks. """
     code, output = wait(torchrun("--nproc_per_node=2", f"--master_port={free_port()}", str(ROOT / "train.py"),
                                  "--stepz=3"))
@@ -468,7 +468,7 @@ def test_a_mistyped_flag_is_told_once(tmp_path):
 # two hosts
 
 @pytest.fixture
-def hosts(tmp_path):
+def hosts():
     """ Two network namespaces with a cable between them -> for each, what to put before a command. """
     if not shutil.which("ip"):
         pytest.skip("no ip command")

@@ -215,7 +215,7 @@ def test_a_torn_last_row_is_skipped_with_a_note(tmp_path, capsys, tail):
     assert capsys.readouterr().err == f"note: {folder / 'metrics.csv'}: the last row is torn, and skipped\n"
 
 
-def test_a_run_whose_end_is_torn_is_not_finished(experiment, capsys):
+def test_a_run_whose_end_is_torn_is_not_finished(experiment):
     """ Catches: a last validation loss that lost its digits in a table of results. """
     metrics = make(experiment / "bf16-s1", 3.25) / "metrics.csv"
     text = metrics.read_text()

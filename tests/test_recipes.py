@@ -176,7 +176,7 @@ def test_mxfp4_clips_and_tetrajet_v1_does_not(monkeypatch):
         assert torch.equal(seen[operand], fake_quantize(t, recipe.dx_w, uniform(t.shape, state, 3, number)))
 
 
-def test_four_over_six_is_nearer_in_every_block(monkeypatch):
+def test_four_over_six_is_nearer_in_every_block():
     """ Catches a choice that is never made, or made for the tensor, or the larger error kept. """
     x = randn(T, K)
     per_block = {}

@@ -549,7 +549,7 @@ def test_the_warm_up_is_the_one_that_config_checks():
 Q_EMA = ["--recipe=tetrajet_full", *WINDOWS, "--osci=qema", "--osci_start=0", "--osci_decay=0.9", "--lr=1e-2"]
 
 
-def test_a_checkpoint_of_q_ema_is_evaluated_as_it_was_trained(go, capsys):
+def test_a_checkpoint_of_q_ema_is_evaluated_as_it_was_trained(go):
     """ Catches: an evaluation, or a resumed run, that rounds to nearest what was trained otherwise. """
     straight, printed = go("straight", *Q_EMA)
     go("resumed", *Q_EMA, "--stop_at=15")

@@ -63,7 +63,7 @@ if not cfg.name.startswith("liar"):
     (folder / "metrics.csv").write_text("step,tokens,seconds,train_loss,val_loss_fp4,val_loss_bf16\\n"
                                         f"0,0,0,3.5,,\\n{cfg.steps},640,1.5,,{cfg.lr + cfg.seed},{cfg.lr}\\n")
     (folder / "config.json").write_text(__import__("json").dumps(cfg.to_dict()))
-log.write("tokens_per_s: 427\\npeak_gb: 0.25\\nbackend: reference\\ncommit: abc1234\\n")
+log.write("tokens_per_s: 427\\npeak_gib: 0.25\\nbackend: reference\\ncommit: abc1234\\n")
 tell("end")
 if cfg.name.startswith("late"):
     sys.exit("error: no room for the last checkpoint")
@@ -457,7 +457,7 @@ def test_what_is_not_the_last_validation_loss_is_not_taken_for_it(run, text):
 def test_numbers_come_from_the_end_of_the_log(run):
     """ Catches: a sample of text that the model wrote taken for a measurement; text where a number is. """
     (run.folder / "metrics.csv").write_text(GOOD)
-    (run.folder / "log.txt").write_text("peak_gb: 9.99\n" + "\n" * 5 + "peak_gb: lots\nbackend: reference\n"
+    (run.folder / "log.txt").write_text("peak_gib: 9.99\n" + "\n" * 5 + "peak_gib: lots\nbackend: reference\n"
                                         "tokens_per_s: 99\ncommit: abc1234+\n")
     assert sweep.measured(run) == {"val_loss_fp4": "2.5", "val_loss_bf16": "2.25", "train_loss": "3",
                                    "backend": "reference", "tokens_per_s": "99", "commit": "abc1234+"}

@@ -89,7 +89,7 @@ def test_an_id_that_cannot_be_kept_is_one_line(go, wandb, tmp_path, capsys):    
 
 
 @pytest.mark.parametrize("method", ["log", "finish"])
-def test_a_failure_on_the_way_costs_one_line(go, wandb, capsys, monkeypatch, method):    # noqa: F811
+def test_a_failure_on_the_way_costs_one_line(go, wandb, monkeypatch, method):    # noqa: F811
     """ Catches: hours of training lost to a tracker, and a warning at each of a million rows. """
     wandb.broken = {method}
     errors = []
@@ -142,7 +142,7 @@ def test_modes(wandb, tmp_path, monkeypatch, asked, network, broken, modes, says
     assert len(wandb.told("teardown")) == len(broken)
 
 
-def test_without_wandb(go, monkeypatch, capsys, tmp_path):    # noqa: F811
+def test_without_wandb(go, monkeypatch, capsys):    # noqa: F811
     """
     Catches: an import for runs that did not ask, an old run deleted by a command that then fails, and a
     folder ./wandb that passes for the package.

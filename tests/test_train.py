@@ -375,17 +375,17 @@ def test_a_run_whose_checkpoints_are_all_torn_is_not_overwritten(go, capsys):
     assert (folder / "metrics.csv").read_bytes() == before
 
 
-def test_a_checkpoint_with_code_in_it_is_refused(go, capsys):
+def test_a_checkpoint_with_code_in_it_is_refused(go, capsys, tmp_path):
     """ Catches: torch.load without weights_only, which would run whatever a file says. """
     class Evil:
         def __reduce__(self):
-            return os.system, ("touch /tmp/evil",)
+            return os.mkdir, (str(tmp_path / "evil"),)
     folder, _ = go("r", "--stop_at=5", "--recipe=bf16")
     for path in folder.glob("ckpt_*.pt"):
         torch.save({"format": 1, "evil": Evil()}, path)
     with pytest.raises(SystemExit):
         go("r", "--recipe=bf16")
-    assert not Path("/tmp/evil").exists() and "none can be read" in capsys.readouterr().err
+    assert not (tmp_path / "evil").exists() and "none can be read" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_reported_and_keeps_the_previous_checkpoint(shards, tmp_path):
@@ -692,7 +692,7 @@ def test_overwrite_deletes_runs_only(go, tmp_path, capsys):
     assert (tmp_path / "thesis" / "chapter1.tex").exists()
 
 
-def test_overwrite_leaves_what_is_not_the_run_s(go, tmp_path):
+def test_overwrite_leaves_what_is_not_the_run_s(go):
     """ Catches: a folder that is removed as a whole, notes and all. """
     folder, _ = go("r", "--recipe=bf16", "--steps=3")
     (folder / "notes.md").write_text("what I saw")
@@ -702,7 +702,7 @@ def test_overwrite_leaves_what_is_not_the_run_s(go, tmp_path):
             and "step 2" not in (folder / "log.txt").read_text().split("val_loss")[0][:200])
 
 
-def test_two_processes_cannot_share_a_folder(go, tmp_path, capsys):
+def test_two_processes_cannot_share_a_folder(go, capsys):
     """ Catches: the same command typed twice, whose two processes would write each other's checkpoints. """
     fcntl = pytest.importorskip("fcntl")
     folder, _ = go("r", "--recipe=bf16", "--stop_at=3")
@@ -843,7 +843,7 @@ def test_a_flag_acts_or_the_run_says_that_it_does_not(go, recipe, flag, others):
     assert idle == (same and rows(without)[-1]["val_loss_fp4"] == rows(folder)[-1]["val_loss_fp4"]), said
 
 
-def test_other_data_under_a_resumed_run_is_noticed(go, shards, tmp_path, capsys):
+def test_other_data_under_a_resumed_run_is_noticed(go, shards, capsys):
     """
     Catches: a data folder that changed between two halves of a run, so that data positions mean other tokens.
     """
@@ -866,7 +866,7 @@ def test_what_a_run_leaves_behind(go):
     assert sorted(path.name for path in folder.iterdir()) == [
         "ckpt_000000015.pt", "ckpt_000000020.pt", "config.json", "log.txt", "metrics.csv"]
     block = dict(line.split(": ", 1) for line in printed.splitlines()[-8:])
-    assert list(block) == ["val_loss_fp4", "val_loss_bf16", "tokens", "seconds", "tokens_per_s", "peak_gb",
+    assert list(block) == ["val_loss_fp4", "val_loss_bf16", "tokens", "seconds", "tokens_per_s", "peak_gib",
                            "backend", "commit"]
     assert block["tokens"] == str(20 * 128)
     table = rows(folder)
