@@ -6,10 +6,10 @@ How fast it is, on the machine at hand; and how fast it could be, on paper.
     python bench.py linear     forward and backward of one linear, by shape: bf16, FP8, each FP4 back end
     python bench.py step       tokens a second of a whole training step, and what OsciReset adds to it
 
-Each prints markdown tables with the machine and the commit, and writes them to results/bench_<what>/bench.md,
-with the raw numbers in bench.json (--out=FOLDER for elsewhere). Every kernel, layer and model is checked
-before it is timed. On a CPU the checks are all there is: a time there would say nothing about FP4, so none is
-printed, and nothing is written unless --out says where.
+Each prints markdown tables with the machine and the commit, and writes what it measured to
+results/bench_<what>/bench.md, with the raw numbers in bench.json (--out=FOLDER for elsewhere). Every kernel,
+layer and model is checked before it is timed. On a CPU the checks are all there is: a time there would say
+nothing about FP4, so none is printed. What is not measured is written only if --out says where.
 
 What is timed lies between two CUDA events, n times after a warm-up; the tables give median, least and most.
 Where one operation is timed, a buffer larger than the L2 cache is read before each call: its inputs come from
@@ -188,8 +188,8 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, device: torch.device | None):
         self.folder = args.out
-        # a pass without times is no result, and must not stand in the way of one
-        if self.folder is None and (device is None or device.type == "cuda"):
+        # what has no times is no result, and must not stand in the way of one
+        if self.folder is None and device and device.type == "cuda":
             self.folder = HERE / "results" / f"bench_{args.what}"
         if self.folder and (self.folder / "bench.json").exists() and not args.overwrite:
             raise BenchError(f"{self.folder} holds a result; type --overwrite, or --out=ANOTHER")
@@ -887,12 +887,13 @@ def read_shapes(text: str) -> list[tuple[int, ...]]:
 
 def read_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description="Speed, measured here or computed.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="what", required=True)
+    commands = parser.add_subparsers(dest="what", required=True, metavar="kernels, linear, step or model")
 
     def command(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, allow_abbrev=False)
         sub.set_defaults(run=run)
-        sub.add_argument("--out", type=Path, help=f"folder of the result (results/bench_{name})")
+        where = "nowhere" if name == "model" else f"results/bench_{name}"
+        sub.add_argument("--out", type=Path, help=f"folder of the result ({where})")
         sub.add_argument("--overwrite", action="store_true", help="replace the result in that folder")
         if name != "model":
             sub.add_argument("--device", default="auto", choices=CHOICES["device"][:3])
@@ -914,11 +915,14 @@ def read_args(argv: list[str]) -> argparse.Namespace:
     step = command("step", bench_step, "a whole training step")
     recipes = [name for name in RECIPES if (HERE / "configs" / f"{name}.py").exists()]
     step.add_argument("--recipes", type=listed("recipe", recipes),
-                      default=["bf16", "tetrajet_base", "tetrajet_full"])
-    step.add_argument("--sizes", type=listed("size", SIZES), default=["70m", "370m", "d2048"])
+                      default=["bf16", "tetrajet_base", "tetrajet_full"],
+                      help="to compare with bf16, named first (bf16,tetrajet_base,tetrajet_full)")
+    step.add_argument("--sizes", type=listed("size", SIZES), default=["70m", "370m", "d2048"],
+                      help=f"of {', '.join(SIZES)} (70m,370m,d2048)")
     step.add_argument("--modes", type=listed("mode", ("eager", "compiled", "whole")),
-                      default=["eager", "compiled"], help="whole: the model as one program, not as blocks")
-    step.add_argument("--seq_len", type=whole(1), default=1024)
+                      default=["eager", "compiled"], help="eager, compiled, or whole: the model as one "
+                      "program, not as blocks (eager,compiled)")
+    step.add_argument("--seq_len", type=whole(1), default=1024, help="tokens of a sequence (1024)")
     step.add_argument("--tokens", type=whole(1), default=32768,
                       help="in a step, a multiple of seq_len; halved where memory does not allow it (32768)")
     for sub in (linear, step):

@@ -255,6 +255,8 @@ def read_file(path: str) -> dict:
     except OSError as error:
         ours = {file.stem: file for file in Path(__file__).with_name("configs").glob("*.py")}
         near = difflib.get_close_matches(Path(path).stem, ours, n=1)
+        if near and ours[near[0]].is_relative_to(Path.cwd()):       # as somebody there would type it
+            ours[near[0]] = ours[near[0]].relative_to(Path.cwd())
         hint = f"did you mean {ours[near[0]]}?" if near else "type configs/NAME.py, or --KNOB=VALUE"
         raise ConfigError(f"cannot read {short(repr(path))}: {error.strerror}; {hint}")
     except SyntaxError as error:

@@ -21,6 +21,7 @@ import math
 import re
 import subprocess
 import sys
+import zlib
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -288,15 +289,17 @@ def build(cfg: Config, corpus_vocab: int, device: torch.device,
 @lru_cache
 def commit() -> str:
     """
-    The git commit of the code as it was at the first call, '+' if files were changed; 'unknown' without git.
+    The git commit of the code as it was at the first call; where files differ from it, '+' and a checksum of
+    the difference; 'unknown' without git.
     """
-    def git(*args):
+    def git(*args) -> bytes:
         here = Path(__file__).resolve().parent
-        done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        return subprocess.run(["git", "-C", str(here), *args], capture_output=True, check=True).stdout.strip()
     try:
         git("ls-files", "--error-unmatch", "eval.py")   # else a copy of it lies in somebody else's repository
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        changes = git("diff", "HEAD")
+        head = git("rev-parse", "--short", "HEAD").decode()
+        return f"{head}+{zlib.crc32(changes):08x}" if changes else head
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -573,7 +573,7 @@ def _inner(v, factor, a, fate, outer, inv_outer, OP: tl.constexpr, TOP: tl.const
         else:
             a = tl.where(fate < TINY, 0.0, a)
             inner = _to_scale(_over(_divide(a, outer, inv_outer), TOP * OP.head_room), OP)
-            if OP.rounding != "rtn":
+            if OP.stochastic:
                 inner = tl.maximum(inner, 2.0 ** (OP.scale_grid.emin - OP.scale_grid.mbits))
             inner = tl.where(fate < INF, inner, 0.0)
         scale = inner * outer

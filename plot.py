@@ -54,7 +54,7 @@ PANELS = (
 )
 DASHED, DOTTED = {"linestyle": (0, (4, 2))}, {"linestyle": (0, (1, 1.5))}
 STYLES = {"training": {"linewidth": 0.7, "alpha": 0.5, "marker": ""}, "speed": {"marker": ""},
-          "bf16 forward": DASHED, "reversals": DASHED, "resets": DOTTED}
+          "bf16 forward": DASHED | {"fillstyle": "none"}, "reversals": DASHED, "resets": DOTTED}
 # Okabe and Ito's, which colour-blind readers tell apart, without the yellow, which is too pale for a line
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "os^DvP*X"      # one more than colours, so that the pairs repeat only after 56
@@ -103,6 +103,13 @@ def read(path: Path, hint: str = "it is not the folder of a run") -> str:
 
 def subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] not in "._")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """ The folder of a run, or those in the folder of a sweep. """
+    if folder.is_dir() and not (folder / "config.json").exists():
+        return [path for path in subfolders(folder) if (path / "config.json").is_file()] or [folder]
+    return [folder]
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -304,7 +311,7 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
 
 def compare(folders: list[Path], to: Path):
     """ Any runs, with the first of them. """
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_run(path) for folder in folders for path in runs_in(folder)]
     for run in runs:
         if not run.rows:
             raise PlotError(f"{run.folder / 'metrics.csv'} has no rows: the run has logged nothing yet")
@@ -369,7 +376,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None):
     parser = Parser(description="Figures and tables of runs.", allow_abbrev=False)
-    parser.add_argument("runs", type=Path, nargs="*", help="folders of runs, compared with the first")
+    parser.add_argument("runs", type=Path, nargs="*",
+                        help="folders of runs or of a sweep, compared with the first run")
     parser.add_argument("--to", type=Path, help="folder for the figure (where the first run's folder lies)")
     parser.add_argument("--results", type=Path, help="write tables and figures of this folder of experiments")
     try:

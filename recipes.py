@@ -184,7 +184,8 @@ def described(op: Operand | str | None) -> str:
     words = [op.grid, f"{op.block[0]}x{op.block[1]}"] if op.scale != "none" else [op.grid]
     words += {0: [], TENSOR: ["in tensor"]}.get(op.outer, [f"in {op.outer}"])
     words += [op.scale, op.rule] if op.scale != "none" else []
-    words += ["sr"] if op.rounding == "sr" else []
+    # eden is told by its rule: the noise is in the scale, and the values are rounded to nearest
+    words += [op.rounding] if op.rounding not in ("rtn", "eden") else []
     if op.hadamard:
         words.append(f"H{op.hadamard}" + {"fresh": "", "fixed": " fixed", "none": " plain"}[op.signs])
     return " ".join(words)

@@ -56,7 +56,7 @@ LINE = "a line is `name | config files and flags | seeds`, such as `bf16 | confi
 FP4, BF16 = "val_loss_fp4", "val_loss_bf16"
 # what a finished run measured, from the last rows of its metrics.csv and the last lines of its log.txt
 FROM_ROWS = ("tokens", FP4, BF16, "train_loss", "seconds")
-FROM_LOG = {"tokens_per_s": r"\d+", "peak_gib": r"\d+\.\d+", "backend": r"\w+", "commit": r"\w+\+?"}
+FROM_LOG = {"tokens_per_s": r"\d+", "peak_gib": r"\d+\.\d+", "backend": r"\w+", "commit": r"\w+(?:\+\w*)?"}
 COLUMNS = ("name", "seed", "status", "flags", "steps", "tokens", FP4, BF16, "train_loss", "tokens_per_s",
            "peak_gib", "seconds", "backend", "commit", "error")
 

@@ -27,6 +27,7 @@ import traceback
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -111,6 +112,9 @@ class Run:
                 return None
             self.last_good, state = found
             self.say(f"continuing from {self.last_good}, step {state['step']}")
+            if (then := state.get("commit")) != commit():
+                self.say(f"note: commit {short(str(then))} wrote that, and commit {commit()} goes on: what "
+                         "follows is another program's")
             self._drop_rows(state["step"])
             return state
         except OSError as error:
@@ -564,8 +568,9 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
             row |= (losses := val_losses(model, corpus, cfg, trainer.ranks))
             if not all(map(math.isfinite, losses.values())):
                 raise not_finite(run, trainer, step)
-            run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} (recipe's forward), "
-                    f"{row['val_loss_bf16']:.4f} (no rounding)")
+            run.say(f"step {step}: val loss {row['val_loss_fp4']:.4f} " +
+                    (f"(recipe's forward), {row['val_loss_bf16']:.4f} (no rounding)" if trainer.rounds else
+                     "(nothing is rounded)"))
         if last or stop:
             run.row(row) if last else run.say(f"stopped at step {step}, as stop_at says")
             break
@@ -574,7 +579,8 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
         start = time.time()
         seen = trainer.train_step()
         bad += ~(seen["train_loss"].isfinite() & seen["grad_norm"].isfinite())
-        log, coming = due(cfg.log_every, step), step + 1
+        coming = step + 1
+        log = due(cfg.log_every, step) or cfg.log_every > 0 and coming == cfg.steps
         pause = (coming in (cfg.steps, cfg.stop_at) or due(cfg.eval_every, coming)
                  or due(cfg.save_every, coming))
         # bool(bad) waits for the device: before a number is shown, and before the clock stops for something
@@ -655,6 +661,9 @@ def introduce(run: Run, trainer: Trainer, entropy: float):
         run.say(SPEED[trainer.backend])
     for line in idle(cfg, ranks):
         run.say(line)
+    if trainer.rounds and trainer.recipe.outlier and not cfg.outlier_frac:
+        run.say(f"outlier_frac = 0: recipe {cfg.recipe} has a format for outlier channels, and there are "
+                "none")
     if trainer.rounds and cfg.outlier_frac and not trainer.outliers.layers:
         run.say(f"outlier_frac = {cfg.outlier_frac} is less than half a channel in every layer: "
                 "none is kept out of FP4")
@@ -680,8 +689,16 @@ def initial_weights(cfg: Config, run: Run, trainer: Trainer) -> str:
 
 def work(cfg: Config, run: Run, ranks: Ranks):
     """ From a config to the last line printed. """
+    missing = ""
     with ranks.together():
-        corpus = open_corpus(cfg.data)
+        try:
+            corpus = open_corpus(cfg.data)
+        except DataError as error:
+            # layers can be shown before there is data to train on
+            if not (cfg.dry_run and cfg.vocab_size):
+                raise
+            corpus = SimpleNamespace(vocab_size=cfg.vocab_size)
+            missing = f"no data yet: {error}\n"
         trainer = Trainer(cfg, corpus)
         # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
         if not cfg.dry_run:
@@ -695,7 +712,7 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         if ranks.first:
             print(json.dumps(cfg.to_dict(), indent=1))
             print(layer_table(trainer.layers, cfg))
-            print("".join(f"{line}\n" for line in idle(cfg, ranks)), end="")
+            print("".join(f"{line}\n" for line in idle(cfg, ranks)) + missing, end="")
         return
     with ranks.together():
         next(trainer.micro_batches())
@@ -714,7 +731,14 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         summary(run, trainer, row)
 
 
-def fault(error: BaseException, cfg: Config, ranks: Ranks) -> tuple[str, int, bool]:
+def what_next(run: Run) -> str:
+    """ What the same command would do now. """
+    if saved := checkpoints(run.folder):
+        return f"the same command continues from {saved[0].name}"
+    return "there is no checkpoint yet, so the same command starts anew (--save_every saves more often)"
+
+
+def fault(error: BaseException, cfg: Config, run: Run, ranks: Ranks) -> tuple[str, int, bool]:
     """
     What to say of an error, the exit code, and whether other ranks have the same error at the same moment;
     "" for an error that nobody foresaw.
@@ -730,10 +754,10 @@ def fault(error: BaseException, cfg: Config, ranks: Ranks) -> tuple[str, int, bo
     if isinstance(error, TrainingError):
         return f"error: {error}", 1, True
     if isinstance(error, KeyboardInterrupt):
-        return "\ninterrupted; the same command continues from the last checkpoint", 130, True
+        return f"\ninterrupted; {what_next(run)}", 130, True
     if isinstance(error, RuntimeError) and lost(error):
         return (f"error: another rank has gone, see what it says ({first_line(error)}); "
-                "the same command continues from the last checkpoint"), 1, False
+                f"{what_next(run)}"), 1, False
     return "", 1, False
 
 
@@ -749,7 +773,7 @@ def main(argv: list[str]):
         work(cfg, run, ranks)
         ranks.finish()
     except BaseException as error:
-        line, code, shared = fault(error, cfg, ranks)
+        line, code, shared = fault(error, cfg, run, ranks)
         tells = not shared or ranks.first and speaks()
         if line and tells:
             print(line if shared or ranks.world == 1 else f"rank {ranks.rank}: {line}", file=sys.stderr)

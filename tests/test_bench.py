@@ -140,6 +140,14 @@ def test_measure_times_the_call_alone():
     assert calls == list(range(12)) and clock.flushes == 12
 
 
+def test_what_is_computed_is_no_result(tmp_path, monkeypatch, capsys):
+    """ Catches: a table on paper among the measured ones, and the next call refused for it. """
+    monkeypatch.setattr(bench, "HERE", tmp_path)
+    for _ in range(2):
+        bench.main(["model", "--d_model=1024"])
+    assert not list(tmp_path.iterdir()) and "B200" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ms, flushes", [(0.0, 1), (1.0, 2), (1000.0, 2), (2500.0, 4),
                                          (1e9, 1 + bench.FLUSHES)])
 def test_the_host_launches_beforehand(ms, flushes):
@@ -393,7 +401,7 @@ def cfg_of(recipe: str) -> Config:
 
 
 @pytest.mark.parametrize("argv, told", [
-    ([], "required: what"),
+    ([], "required: kernels, linear, step or model"),
     (["modle"], "invalid choice: 'modle'"),
     (["linear", "--shape=16x16x16"], "unrecognized arguments"),
     (["linear", "--shapes=16x16"], "such as 4096x1024x1024"),

@@ -139,7 +139,7 @@ MISTAKES_ON_THE_LINE = [
     ("-lr=1", "flags are written --KNOB=VALUE"),
     ("lr=1", "cannot read 'lr=1'"),
     ("configs/nowhere.py", "type configs/NAME.py, or --KNOB=VALUE"),
-    ("configs/tetrajet_ful.py", f"did you mean {ROOT}/configs/tetrajet_full.py?"),
+    ("configs/tetrajet_ful.py", "; did you mean configs/tetrajet_full.py?"),
     ("configs", "cannot read 'configs'"),
     ("--lr=nan", "lr = nan: type a finite number"),
     ("--lr=inf", "lr = inf: type a finite number"),
@@ -187,8 +187,9 @@ MISTAKES_ON_THE_LINE = [
 
 
 @pytest.mark.parametrize("arg, told", MISTAKES_ON_THE_LINE)
-def test_mistake_on_the_command_line(arg, told):
+def test_mistake_on_the_command_line(arg, told, monkeypatch):
     """ Mistakes that somebody makes: catches a check that is dropped and a message without a cure. """
+    monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as error:
         parse([arg])
     assert told in str(error.value) and "\n" not in str(error.value)

@@ -1,6 +1,7 @@
 """ The README keeps its word: commands parse, examples print what they show, the table is the code's. """
 import argparse
 import doctest
+import os
 import re
 import shlex
 import shutil
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -212,15 +214,17 @@ def test_the_output_shown_is_that_of_the_program():
         assert words in output and words in source, words
 
 
-def test_the_three_diffs_apply_and_train(shards, tmp_path):
+def test_the_four_diffs_apply_and_train(shards, tmp_path):
     """
     Catches: sources that have moved away from a diff of the README, a diff that grew, and a place that a new
     rule, format or recipe has to be added to as well.
     """
     if shutil.which("git") is None:
         pytest.skip("needs git, to apply the diffs")
+    if "mine" in RECIPES:
+        pytest.skip("the diffs are in this tree already")
     diffs = [text for language, text in FENCES if language == "diff"]
-    assert len(diffs) == 3
+    assert len(diffs) == 4
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
     for diff in diffs:
@@ -233,9 +237,16 @@ def test_the_three_diffs_apply_and_train(shards, tmp_path):
             "assert q(x, Operand(rounding='zero', rule='up')).abs().max() > 1; "
             "w = torch.tensor([[16., 8, 5, 3, 1, .3, .1, 0]]); "
             "assert q(w, r.y_w).tolist() == [[16, 8, 4, 4, 1, .25, 0, 0]], q(w, r.y_w)")
+    kernels = ("import torch; from fused import quantized; from quant import Operand, quantize; "
+               "x = torch.randn(48, 160); x[3], x[5, 7] = 0, torch.nan\n"
+               "for op in (Operand(rounding='zero'), Operand(rounding='zero', rule='up')):\n"
+               "    a, b = quantized(x, op), quantize(x, op)\n"
+               "    assert torch.equal(a.code, b.code) and torch.equal(a.inner, b.inner)")
     train = ["train.py", *tiny(shards, "--recipe=mine", "--steps=1", f"--out={tmp_path}")]
-    for argv in (["-c", look], train):
-        done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True)
+    commands = [["-c", look], *([["-c", kernels]] if find_spec("triton") else []), train]
+    for argv in commands:
+        env = os.environ | {"TRITON_INTERPRET": "1"} if argv[-1] == kernels else None
+        done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr
     assert "recipe mine" in done.stdout and "val_loss_fp4" in done.stdout
 

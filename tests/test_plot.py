@@ -259,6 +259,19 @@ def test_mistakes_with_runs(tmp_path, capsys, spoil, says):
     assert not (tmp_path / "to").exists()
 
 
+def test_the_folder_of_a_sweep_is_its_runs(tmp_path, capsys):
+    """ Catches: a sweep that can be plotted only by typing its runs, and its lock taken for one. """
+    pytest.importorskip("matplotlib")
+    for name in ("bf16-s1", "full-s1"):
+        make(tmp_path / "sweep" / name)
+    (tmp_path / "sweep" / "sweep.lock").write_text("")
+    plot.main([str(tmp_path / "sweep")])
+    out = capsys.readouterr().out
+    assert "bf16-s1" in out and "full-s1" in out and (tmp_path / "compare.png").exists()
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in fails(capsys, tmp_path / "empty")
+
+
 def test_a_misspelt_flag_and_a_full_disk_are_one_line(tmp_path, capsys, monkeypatch):
     """ Catches: argparse's three lines, and "[Errno 28]", which names neither the place nor a way out. """
     assert "--too" in fails(capsys, "--too=x")

@@ -19,7 +19,7 @@ import torch
 import data
 import train
 from config import CHOICES, KINDS, ConfigError, parse
-from eval import read_checkpoint
+from eval import commit, read_checkpoint
 from quant import QuantLinear
 from recipes import RECIPES
 
@@ -668,6 +668,39 @@ def test_what_the_config_accepts_its_parts_accept(osci):
             train.against_oscillation(cfg, {})
 
 
+@pytest.mark.parametrize("save_every, then", [
+    (2, "the same command continues from ckpt_000000004.pt"),
+    (0, "there is no checkpoint yet, so the same command starts anew")])
+def test_an_interrupted_run_says_what_comes_next(go, capsys, monkeypatch, save_every, then):
+    """ Catches: "continues from the last checkpoint" where there is none, and half an hour is lost. """
+    real = train.Trainer.train_step
+
+    def train_step(trainer):
+        if trainer.step == 5:
+            raise KeyboardInterrupt
+        return real(trainer)
+    monkeypatch.setattr(train.Trainer, "train_step", train_step)
+    with pytest.raises(SystemExit) as error:
+        go("r", "--recipe=bf16", f"--save_every={save_every}")
+    assert error.value.code == 130 and f"interrupted; {then}" in capsys.readouterr().err
+
+
+def test_other_code_under_a_resumed_run_is_noticed(go, monkeypatch):
+    """ Catches: a rounding rule edited between two halves of a run that passes for one. """
+    _, first = go("r", "--recipe=bf16", "--stop_at=2")
+    _, same = go("r", "--recipe=bf16", "--stop_at=4")
+    monkeypatch.setattr(train, "commit", lambda: "abc1234+00c0ffee")
+    _, other = go("r", "--recipe=bf16", "--stop_at=6")
+    assert "note: commit" not in first + same
+    assert f"note: commit {commit()} wrote that, and commit abc1234+00c0ffee goes on" in other
+
+
+def test_the_last_step_is_logged(go):
+    """ Catches: a training loss of step 0, in a run of fewer steps than --log_every, as its last one. """
+    folder, _ = go("r", "--recipe=bf16", "--steps=7", "--log_every=5", "--save_every=3")
+    assert [row["step"] for row in rows(folder) if row["train_loss"]] == ["0", "5", "6"]
+
+
 def test_a_finished_or_different_run_is_not_overwritten(go, capsys):
     folder, _ = go("r", "--recipe=bf16", "--steps=3")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -894,3 +927,22 @@ def test_dry_run_writes_nothing(go, tmp_path):
     assert '"recipe": "tetrajet_full"' in printed
     line = next(line for line in printed.splitlines() if "attn.qkv" in line).split()
     assert line == ["blocks.0.attn.qkv", "48", "144", "6,912", "5", "Q1,Q2,Q3,Q4,Q5,Q6"]
+
+
+def test_dry_run_of_a_size_file_needs_no_data(go, capsys):
+    """ Catches: gigabytes to be fetched before a model's layers can be looked at; a guessed vocabulary. """
+    nowhere = ["--dry_run", "--data=nowhere"]
+    _, printed = go("r", "--recipe=tetrajet_full", *nowhere, "--vocab_size=512")
+    assert "blocks.0.attn.qkv" in printed and printed.splitlines()[-1].startswith("no data yet: nowhere")
+    for flags in (nowhere, ["--data=nowhere", "--vocab_size=512"]):
+        with pytest.raises(SystemExit) as error:
+            go("r", "--recipe=tetrajet_full", *flags)
+        assert error.value.code == 2 and "nowhere" in capsys.readouterr().err
+
+
+def test_what_is_not_rounded_is_said(go):
+    """ Catches: "the recipe's forward" of a run in which nothing rounds; OutControl off behind its name. """
+    _, bf16 = go("b", "--recipe=bf16", "--steps=2")
+    assert "(nothing is rounded)" in bf16 and "recipe's forward" not in bf16 and "outlier_frac" not in bf16
+    _, alone = go("f", "--recipe=tetrajet_full", "--steps=2")
+    assert "outlier_frac = 0: recipe tetrajet_full has a format for outlier channels" in alone
