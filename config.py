@@ -23,8 +23,10 @@ import importlib
 import inspect
 import math
 import operator
+import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -175,7 +177,7 @@ def fit(name: str, value):
         hint = f"did you mean {near[0]}?" if near else "--help lists them all"
         raise ConfigError(f"no knob is called {short(repr(name))}; {hint}")
     kind = KINDS[name]
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= LARGEST:
         return float(value)
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
@@ -319,6 +321,40 @@ def load(argv: list[str]) -> Config:
         raise SystemExit(2)
 
 
+def in_full(path: str | Path) -> Path:
+    """ The path with a leading ~ or ~user in full. """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: that home folder is not known; write the path in full") from None
+
+
+def script(main: Callable[[], int | None]):
+    """
+    Run a program's main() and end with its exit code. What the terminal cannot show becomes a question mark.
+    Where whoever read the output has left, as in `| head -1`, the rest is not printed; where it cannot be
+    written, one line says so.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")
+    try:
+        try:
+            code = main()
+        except SystemExit as end:
+            code = end.code
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:      # not what is printed
+            raise
+        # else Python tries once more when it ends, and complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 141 if isinstance(error, BrokenPipeError) else 2
+        if code == 2:
+            print(f"error: cannot print: {error.strerror}", file=sys.stderr)
+    raise SystemExit(code)
+
+
 def help_text() -> str:
     """ The lines of the class Config, each knob as it is typed. """
     lines = ["usage: python train.py [configs/NAME.py ...] [--KNOB=VALUE ...]"]
@@ -383,6 +419,8 @@ def check(cfg: Config) -> Config:
          f"lr * weight_decay = {cfg.lr * cfg.weight_decay:.3g}, but a step can take at most all of a weight "
          "away: type a smaller weight_decay")
     need(cfg.out != "", "out is empty: type a folder, such as --out=out")
+    need(all(len(part.encode()) <= 255 for part in Path(cfg.out).parts),
+         f"out = {short(repr(cfg.out))}: type folders whose names have at most 255 bytes")
     need(cfg.name not in (".", "..") and not set(cfg.name) & set("/\\") and len(cfg.name.encode()) <= 200,
          f"name = {short(repr(cfg.name))}: type the name of one folder, at most 200 bytes; its parent is out")
     chosen = cfg.quantizers.split(",") if cfg.quantizers else []

@@ -49,6 +49,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from config import script
 from torch import Tensor
 
 FETCH = "python data.py fineweb10B --shards=1"      # the way out that messages name
@@ -74,7 +76,10 @@ def load_encoding(name: str):
 
     errors  DataError if the vocabulary is neither on this machine nor to be downloaded
     """
-    import tiktoken
+    try:
+        import tiktoken
+    except ImportError:
+        raise DataError("text needs the package tiktoken: type pip install tiktoken") from None
     if name == "bytes":
         # with no merges a piece falls apart into its bytes, so the pattern only bounds how long a piece gets
         return tiktoken.Encoding("bytes", pat_str=r"(?s:.{1,256})", special_tokens={"<|endoftext|>": 256},
@@ -765,6 +770,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             fetch_fineweb(out, args.shards, args.url)
         return 0
+    except BrokenPipeError:     # whoever read the output has left; script() takes care of that
+        raise
     except (DataError, OSError) as e:
         _progress("")
         # a full disk names no file
@@ -777,4 +784,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError
+from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError, script
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
 from parallel import ALONE, Ranks, each_tensor
@@ -59,21 +59,25 @@ def pick_device(cfg: Config) -> torch.device:
     return torch.device(cfg.device)
 
 
-def triton_version() -> tuple[int, int]:
-    import triton
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
+def triton_problem() -> str:
+    """ Why Triton cannot be used, whatever the device, or "". """
+    if find_spec("triton") is None:
+        return "Triton is not installed: type pip install triton"
+    try:
+        import triton
+        version = [int(number) for number in triton.__version__.split(".")[:2]]
+    except Exception as error:      # anything, of a package whose parts do not fit each other
+        return f"Triton cannot be imported ({type(error).__name__}): type pip install -U triton"
+    return "" if version >= [3, 6] else (f"its kernels need Triton 3.6, not {triton.__version__}: "
+                                         "type pip install -U triton")
 
 
 def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     """ The back end that cfg.backend asks for, or this device's fastest; ConfigError if it cannot run. """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     why_not = dict.fromkeys(BACKENDS, "")
-    if find_spec("triton") is None:
-        why_not["emulate"] = "Triton is not installed: type pip install triton"
-    elif (found := triton_version()) < (3, 6):
-        why_not["emulate"] = (f"its kernels need Triton 3.6, not {found[0]}.{found[1]}: "
-                              "type pip install -U triton")
+    if problem := triton_problem():
+        why_not["emulate"] = problem
     elif not interpreted and device.type != "cuda":
         why_not["emulate"] = f"its kernels need an NVIDIA GPU, and this run is on {device.type}"
     elif not interpreted and torch.cuda.get_device_capability(device) < (8, 0):
@@ -334,6 +338,10 @@ def read_checkpoint(path: Path) -> dict:
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except PermissionError as error:        # nor are other files of this run to be read, so none is skipped
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give it back its permissions") from None
     # a torn zip, a pickle that is not ours, a file that is no checkpoint at all:
     # torch has a dozen ways to say so
     except Exception as error:
@@ -344,7 +352,8 @@ def read_checkpoint(path: Path) -> dict:
     wrong = [name for name, kind in CONTENTS.items() if name not in state or
              not isinstance(state[name], kind) or isinstance(state[name], bool)]
     if not wrong:
-        wrong = [name for name in ("step", "seconds") if not 0 <= state[name] < math.inf]
+        wrong = [] if 0 <= state["step"] < math.inf else ["step"]
+        wrong += [] if math.isfinite(state["seconds"]) else ["seconds"]
         wrong += [name for name, t in state["model"].items() if not isinstance(t, torch.Tensor)]
     if wrong:
         raise CheckpointError(f"{path} is no checkpoint of this program: it has no good {wrong[0]}")
@@ -505,8 +514,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]):
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
     try:
         args = parse(argv)
         model, cfg, corpus, step = load_checkpoint(args.run, args.device, args.data)
@@ -527,10 +534,18 @@ def main(argv: list[str]):
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
-    except OSError as error:        # what was printed went to a full disk
-        print(f"error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        print(f"error: out of memory ({first_line(error)}); free some, or type --device=cpu", file=sys.stderr)
+        raise SystemExit(2)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        raise SystemExit(130)
+    except OSError as error:
+        if error.filename is None:      # what is printed, which script() takes care of
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(lambda: main(sys.argv[1:]))

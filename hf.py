@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, package
+from config import Config, ConfigError, in_full, package
 from data import Corpus, DataError
 from eval import val_loss
 from model import GPT
@@ -70,7 +70,7 @@ def export(model: GPT, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: 
     in      dtype   of kind "hf"; what "nvfp4" does not pack is in bfloat16, which its readers compute in
     errors  ConfigError: a folder that is not empty, a full disk, a model that the format cannot hold
     """
-    to = to.expanduser()
+    to = in_full(to)
     check_target(to)
     package("safetensors.torch")
     dtype = dtype if kind == "hf" else "bfloat16"
@@ -403,8 +403,8 @@ def init_weights(model: GPT, cfg: Config) -> str:
 
     errors  ConfigError, with the knobs to type where sizes differ
     """
-    folder = Path(cfg.init_from).expanduser()
-    if not folder.is_dir():
+    folder = in_full(cfg.init_from)
+    if not os.path.isdir(folder):       # which is false, and no error, for a name that is too long
         raise ConfigError(f"init_from = {cfg.init_from}: no such folder; type --init_from=DIR of an OLMo-2 "
                           "model in Hugging Face format")
     tied = check_config(read_json(folder / "config.json"), folder, cfg, model.embed.weight.shape[0])
@@ -461,7 +461,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                           "hold code and are not read: save the model as safetensors")
     shards = read_json(index).get("weight_map")
     good = isinstance(shards, dict) and all(
-        isinstance(file, str) and file.endswith(".safetensors") and not set(file) & set("/\\:\0")
+        isinstance(file, str) and file.isprintable() and file.endswith(".safetensors")
+        and not set(file) & set("/\\:")
         for file in shards.values())
     if not good:
         raise ConfigError(f"{index} does not name files beside it; get the model again")
@@ -492,9 +493,10 @@ def check_config(theirs: dict, folder: Path, cfg: Config, vocab: int) -> bool:
 
     need(theirs.get("model_type") == "olmo2", "config.json is not that of an OLMo-2 (model_type olmo2); type "
          "--init_from=DIR of one")
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    need(isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default",
-         "its rotary positions are scaled, which model.py cannot do; take a model without rope_scaling")
+    rope = theirs.get("rope_parameters") or {}
+    for given in (rope, theirs.get("rope_scaling") or {}):
+        need(isinstance(given, dict) and given.get("rope_type", given.get("type", "default")) == "default",
+             "its rotary positions are scaled, which model.py cannot do; take a model without rope_scaling")
     values = {"rope_theta": rope.get("rope_theta")} | theirs
     values = {knob: values.get(key) for knob, key in KNOBS.items()}
     for knob, value in values.items():
@@ -512,4 +514,6 @@ def check_config(theirs: dict, folder: Path, cfg: Config, vocab: int) -> bool:
     need(not theirs.get("attention_bias") and theirs.get("hidden_act", "silu") == "silu"
          and not theirs.get("quantization_config"), "it has biases, another activation than silu or packed "
          "weights, and model.py has none of these; take a plain OLMo-2")
-    return bool(theirs.get("tie_word_embeddings", False))
+    tied = theirs.get("tie_word_embeddings", False)
+    need(type(tied) is bool, "config.json has no good tie_word_embeddings; get it again")
+    return tied

@@ -351,6 +351,9 @@ class OsciReset:
         self.settings = dict(mode=mode, start=start, period=period, window=window, tau=tau, track=track)
         self.windows: dict[str, Window] = {}
 
+    def open(self, layer: QuantLinear) -> Window:
+        return Window.open(layer, self.settings["track"] if self.settings["mode"] == "topk" else None)
+
     @torch.no_grad()
     def after_step(self, step: int) -> Report | None:
         """ Call it after optimizer step number `step` (from 0) was applied; a Report when a window ends. """
@@ -360,8 +363,7 @@ class OsciReset:
             return None
         edge, last = s["mode"] == "edge", since_open == s["window"]
         if since_open == 0 and not edge:
-            track = s["track"] if s["mode"] == "topk" else None
-            self.windows = {name: Window.open(layer, track) for name, layer in self.layers.items()}
+            self.windows = {name: self.open(layer) for name, layer in self.layers.items()}
             return None
 
         closed, fits = {}, {}
@@ -444,8 +446,12 @@ class OsciReset:
         windows = {name: dict(vars(window)) for name, window in self.windows.items()}
         return {"settings": dict(self.settings), "shapes": self.shapes(), "windows": windows}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict):
-        """ Continue where the state was saved. In an open window, settings and layers must be the same. """
+        """
+        Continue where the state was saved. In an open window, settings and layers must be the same, and the
+        weights must have been loaded before: the file may come from anywhere, and kernels trust shapes.
+        """
         if state["windows"]:
             must_equal("settings", state["settings"], self.settings)
             must_equal("layers", state["shapes"], self.shapes())
@@ -453,7 +459,16 @@ class OsciReset:
         for name, tensors in state["windows"].items():
             device = self.layers[name].weight.device
             tensors = {key: t if t is None else t.to(device, copy=True) for key, t in tensors.items()}
-            self.windows[name] = Window(**tensors)
+            self.windows[name] = window = Window(**tensors)
+            ours, saved = ({key: t if t is None else (t.dtype, t.shape, t.layout)
+                            for key, t in vars(w).items()} for w in (self.open(self.layers[name]), window))
+            if ours != saved or not all(t is None or t.is_contiguous() for t in vars(window).values()):
+                raise ValueError(f"the saved window of {name} does not fit the layer")
+            columns, K = window.columns, self.layers[name].in_features
+            if columns is not None and not ((columns >= 0) & (columns < K)).all():
+                raise ValueError(f"the saved window of {name} tracks columns that the layer does not have")
+            if not (window.w.isfinite().all() and window.excess.isfinite().all()):
+                raise ValueError(f"the saved window of {name} holds a NaN or an Inf")
 
 
 def must_equal(what: str, saved: dict, ours: dict):

@@ -119,8 +119,15 @@ class OutControl:
         if unknown:
             raise ValueError(
                 f"outlier norms of other layers than this model has: {', '.join(sorted(unknown))}")
-        self.norms = {name: norms.to(self.layers[name].weight.device)
-                      for name, norms in state["norms"].items()}
+        self.norms = {}
+        for name, norms in state["norms"].items():
+            layer = self.layers[name]
+            if (norms.dtype, norms.shape, norms.layout) != (torch.float32, (layer.in_features,),
+                                                            torch.strided):
+                raise ValueError(f"outlier norms of {name} are not float32 ({layer.in_features},)")
+            if not (norms >= 0).all():
+                raise ValueError(f"outlier norms of {name} are negative or NaN")
+            self.norms[name] = norms.to(layer.weight.device, copy=True)
 
 
 def top_channels(norms: Tensor, count: int) -> Tensor:

@@ -21,6 +21,7 @@ Left out on purpose: smoothing and interpolation. Losses are subtracted only whe
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -146,9 +147,11 @@ def read_run(folder: Path) -> Run:
         config = json.loads(text)
     except (ValueError, RecursionError):        # no JSON, a number of 5,000 digits; too deep
         config = None
-    if not isinstance(config, dict) or any(type(config.get(k)) is not kind for k, kind in NEEDED.items()):
+    if (not isinstance(config, dict) or any(type(config.get(k)) is not kind for k, kind in NEEDED.items())
+            or max(config["steps"], config["batch_tokens"]) > 10**15):
         raise PlotError(f"{path} is not the config of a run")
-    return Run(folder, folder.resolve().name, config, read_rows(folder / "metrics.csv"))
+    name = folder.resolve().name.encode("utf-8", "replace").decode()
+    return Run(folder, name, config, read_rows(folder / "metrics.csv"))
 
 
 # -----------------------------------------------------------------------------
@@ -180,6 +183,7 @@ def bf16_of(run: Run, runs: list[Run]) -> dict[int, Run]:
 
 def markdown(rows: list[list[str]]) -> str:
     """ A table, the first row its head, whose columns also line up in a terminal. """
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
@@ -287,7 +291,7 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
                   for kind, column in kinds.items() for label, run, base in lines]
         # a figure has one panel at least
         if not found or any(curve for _, _, curve in curves):
-            found.append((title.format(reference), y_unit, scale, curves))
+            found.append((title.format(reference.replace("$", r"\$")), y_unit, scale, curves))
     labels = dict.fromkeys(label for label, _, _ in lines)
     looks = {label: {"color": c, "marker": m} for label, c, m in zip(labels, cycle(COLOURS), cycle(MARKERS))}
     tokens = max(run.rows[-1]["tokens"] for _, run, _ in lines)
@@ -297,7 +301,9 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
     for ax, panel in zip(axes, found):
         draw_panel(ax, panel, looks, unit, tokens / 10)
     axes[-1].set_xlabel(f"training tokens, {word}")
-    handles = [axes[0].plot([], [], label=label, **look)[0] for label, look in looks.items()]
+    # $ would begin mathematics
+    handles = [axes[0].plot([], [], label=label.replace("$", r"\$"), **look)[0]
+               for label, look in looks.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "compare.png", dpi=120, metadata={"Software": None})
@@ -374,12 +380,20 @@ class Parser(argparse.ArgumentParser):
         raise PlotError(f"{message}; see plot.py --help")
 
 
+def folder_name(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a folder, or . for this one")
+    return Path(os.path.expanduser(text))
+
+
 def main(argv: list[str] | None = None):
     parser = Parser(description="Figures and tables of runs.", allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="*",
                         help="folders of runs or of a sweep, compared with the first run")
-    parser.add_argument("--to", type=Path, help="folder for the figure (where the first run's folder lies)")
-    parser.add_argument("--results", type=Path, help="write tables and figures of this folder of experiments")
+    parser.add_argument("--to", type=folder_name,
+                        help="folder for the figure (where the first run's folder lies)")
+    parser.add_argument("--results", type=folder_name,
+                        help="write tables and figures of this folder of experiments")
     try:
         args = parser.parse_args(argv)
         if args.results and not args.runs and not args.to:
@@ -388,9 +402,16 @@ def main(argv: list[str] | None = None):
             compare(args.runs, args.to or args.runs[0].parent)
         else:
             raise PlotError("type folders of runs, as out/A out/B --to=DIR, or --results=results alone")
+        sys.stdout.flush()
     except PlotError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
+    except BrokenPipeError:         # whoever read the output has left: Python is not to try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(141)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        raise SystemExit(130)
     except OSError as error:        # a full disk names no file
         print(f"error: {error.filename or 'cannot write'}: {error.strerror}; make room or way for it, or "
               "type --to=DIR", file=sys.stderr)
@@ -398,4 +419,6 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")        # a path may hold what the terminal cannot show
     main()

@@ -23,6 +23,7 @@ summed axis last, so there is one GEMM: a @ b.T.
 import json
 import math
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
@@ -343,6 +344,9 @@ class Operand:
             usual = {"sr": "up", "eden": "eden"}.get(self.rounding, "nearest")
             object.__setattr__(self, "rule", {"e8m0": "ceil", "none": "max"}.get(self.scale, usual))
         _one_of(f"rule for {self.scale} scales", self.rule, RULES[self.scale])
+        if any(type(n) is not int or n > 2**20 for n in (*self.block, self.outer, self.hadamard)):
+            raise ValueError("block, outer and hadamard are whole numbers up to 2^20, not "
+                             f"{self.block}, {self.outer!r} and {self.hadamard!r}")
         if len(self.block) != 2 or min(self.block) < 1:
             raise ValueError(f"block is (rows, columns), both at least 1, not {self.block}")
         if self.outer not in (0, TENSOR) and (self.outer < 0 or self.outer % self.block[1]):
@@ -771,6 +775,8 @@ class Recipe:
     trust: bool = False
 
     def __post_init__(self):
+        if type(self.align) is not bool or type(self.trust) is not bool:
+            raise ValueError(f"align and trust are True or False, not {self.align!r} and {self.trust!r}")
         for a, b, gemm in (
             (self.dx_dy, self.dx_w, "dX"), (self.dw_dy, self.dw_x, "dW"), (self.y_x, self.y_w, "Y"),
         ):
@@ -1100,6 +1106,9 @@ class QuantLinear(nn.Linear):
         if outliers and recipe.outlier is None:
             raise ValueError("this recipe has no format for outlier channels: "
                              "set Recipe.outlier, or outliers=0")
+        if not 0 <= outliers <= in_features:
+            raise ValueError("outliers is a number of input channels, "
+                             f"from 0 to {in_features}, not {outliers}")
         _one_of("backend", backend, BACKENDS)
         self.layer, self.backend = layer, backend
         self.set_recipe(recipe)
@@ -1112,6 +1121,16 @@ class QuantLinear(nn.Linear):
         self.register_buffer("stand_in", None, persistent=False)
         self.split = False
         self.register_load_state_dict_post_hook(_restore_split)
+
+    def __deepcopy__(self, memo: dict) -> "QuantLinear":
+        """ A copy with a counter of its own has noise of its own, too. """
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(deepcopy(self.__dict__, memo))
+        if twin.own_counter:
+            seed = int(torch.randint(2**31, (), device="cpu"))
+            twin.counter = Counter(seed, device=twin.counter.state.device)
+        return twin
 
     def set_recipe(self, recipe: Recipe):
         """ Round by this recipe from now on. """
@@ -1151,8 +1170,11 @@ class QuantLinear(nn.Linear):
 
         # autocast does not cast the arguments of a custom op, so do here what it does to nn.Linear.
         # The weight stays as it is: it is the master weight that Q2 rounds
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"the last axis has {self.in_features} input features, not {x.shape[-1]}")
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if cast else x.dtype
         flat = x.to(dtype).reshape(-1, self.in_features)
         save = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if self.own_counter:

@@ -210,4 +210,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    from config import script
+    script(lambda: print(table(), end=""))

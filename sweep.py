@@ -47,7 +47,7 @@ try:
 except ImportError:     # Windows: there, nothing keeps two processes out of one folder
     fcntl = None
 
-from config import FREE, Config, ConfigError, need, parse, read_flag, short, typed
+from config import FREE, Config, ConfigError, need, parse, read_flag, script, short, typed
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 SET_HERE = ("out", "name", "seed", "overwrite", "stop_at", "dry_run")
@@ -133,7 +133,7 @@ def read_list(path: Path) -> list[Run]:
     need(FOLDER.fullmatch(path.stem),
          f"{short(repr(path.stem))} is to name a folder: call the list something like sweeps/quickstart.txt")
     try:
-        lines = typed(path).decode("utf-8").splitlines()
+        lines = typed(path).decode("utf-8-sig").splitlines()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; {LINE}") from None
     except OSError as error:
@@ -460,8 +460,6 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> int:
     """ -> exit code: 0 all done, 1 not all, 2 a mistake of the user's, 128 + the signal that ended it. """
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="replace")    # a path may hold what the terminal cannot show
     parser = Parser(prog="sweep.py", description="Train the runs of a list.", allow_abbrev=False)
     parser.add_argument("list", type=Path, help="lines of `name | config files and flags | seeds`")
     parser.add_argument("--jobs", type=int, default=1, help="runs that train at a time (1)")
@@ -482,4 +480,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    script(lambda: main(sys.argv[1:]))

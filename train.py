@@ -31,7 +31,7 @@ from types import SimpleNamespace
 
 import torch
 
-from config import EMA_WARMUP, FREE, Config, ConfigError, load, package, short
+from config import EMA_WARMUP, FREE, Config, ConfigError, in_full, load, package, script, short
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, check_tensors, checkpoints,
                   commit, first_line, idle, late_switch, newest_checkpoint, pick_device, recipe_of, sample,
@@ -74,7 +74,7 @@ class Run:
     OURS = re.compile(r"ckpt_\d{9}\.(pt|tmp)|(config\.json|metrics\.csv)(\.tmp)?|log\.txt|" + re.escape(ID))
 
     def __init__(self, cfg: Config, writes: bool = True):
-        self.folder = Path(cfg.out) / cfg.name
+        self.folder = in_full(cfg.out) / cfg.name
         self.writes = writes                               # else it says and writes nothing: one rank does
         self.lock = None
         self.tracker: Tracker | None = None                # of --wandb
@@ -390,9 +390,12 @@ class Trainer:
                 raise ValueError("its optimizer is for other weights")
             # how Adam is set is our config's to say, but for the rate, which each step sets
             groups = [mine | {"lr": float(group["lr"])} for mine, group in zip(ours, saved)]
-            if any((t.dtype, t.layout) != (torch.float32, torch.strided)
+            # the fused update walks through memory without a look at strides
+            if any((t.dtype, t.layout) != (torch.float32, torch.strided) or not t.is_contiguous()
                    for moments in state["optimizer"]["state"].values() for t in moments.values()):
-                raise ValueError("its optimizer holds a tensor that is not dense or not float32")
+                raise ValueError("its optimizer holds a tensor that is not dense, in order and float32")
+            if any((moments["exp_avg_sq"] < 0).any() for moments in state["optimizer"]["state"].values()):
+                raise ValueError("its optimizer holds a mean of squares below zero")
             state = self.ranks.parts(state, self.model, self.optimizer)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
@@ -546,7 +549,7 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
     model, corpus = trainer.model, trainer.corpus
     first = trainer.step
     saved = True
-    began, trained = time.time(), 0.0
+    began, trained = time.perf_counter(), 0.0
     # counts losses that are not finite, without a host sync
     bad = torch.zeros((), device=trainer.device)
 
@@ -576,7 +579,7 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
             break
 
         # ---- one optimizer step, the only timed part
-        start = time.time()
+        start = time.perf_counter()
         seen = trainer.train_step()
         bad += ~(seen["train_loss"].isfinite() & seen["grad_norm"].isfinite())
         coming = step + 1
@@ -587,16 +590,17 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
         # else. Nothing that is not finite is ever evaluated or saved
         if (log or pause) and bool(bad) or pause and not trainer.finite():
             raise not_finite(run, trainer, step)
-        trainer.seconds += time.time() - start
-        trained += time.time() - start
+        trainer.seconds += time.perf_counter() - start
+        trained += time.perf_counter() - start
         # ---- end of the timed part
 
         row |= report(run, step, trainer.cfg.osci, seen)
         if log:
             done = coming - first
             row |= {k: float(seen[k]) for k in ("train_loss", "z_loss", "grad_norm")}
-            row |= {"lr": learning_rate(cfg, step), "tokens_per_s": done * cfg.batch_tokens / trained}
-            left = clock((time.time() - began) / done * (cfg.steps - coming))
+            row |= {"lr": learning_rate(cfg, step),
+                    "tokens_per_s": done * cfg.batch_tokens / max(trained, 1e-9)}
+            left = clock((time.perf_counter() - began) / done * (cfg.steps - coming))
             run.say(f"step {step}/{cfg.steps}  loss {row['train_loss']:.4f}  lr {row['lr']:.2e}  "
                     f"grad {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s  {left} left")
         if row.keys() - {"step", "tokens", "seconds"}:
@@ -630,7 +634,7 @@ def summary(run: Run, trainer: Trainer, row: dict):
     values = {
         "val_loss_fp4": f"{row['val_loss_fp4']:.4f}", "val_loss_bf16": f"{row['val_loss_bf16']:.4f}",
         "tokens": trained, "seconds": f"{trainer.seconds:.1f}",
-        "tokens_per_s": f"{trained / trainer.seconds:.0f}", "peak_gib": f"{peak:.2f}",
+        "tokens_per_s": f"{trained / max(trainer.seconds, 1e-9):.0f}", "peak_gib": f"{peak:.2f}",
         "backend": trainer.backend, "commit": commit(),
     }
     for key, value in values.items():
@@ -762,11 +766,13 @@ def fault(error: BaseException, cfg: Config, run: Run, ranks: Ranks) -> tuple[st
 
 
 def main(argv: list[str]):
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="replace")           # a model may write what the terminal cannot show
     with one_voice():
         cfg = load(argv)
-    ranks, run, code = ALONE, Run(cfg), 0
+    try:
+        ranks, run, code = ALONE, Run(cfg), 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2)
     try:
         ranks = start(cfg, pick_device(cfg))
         run.writes = ranks.first
@@ -789,4 +795,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(lambda: main(sys.argv[1:]))

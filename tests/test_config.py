@@ -186,6 +186,24 @@ MISTAKES_ON_THE_LINE = [
 ]
 
 
+@pytest.mark.parametrize("command", ["recipes.py", "train.py --dry_run", "bench.py model"])
+def test_output_that_nobody_can_take(command, tmp_path):
+    """ Catches: tracebacks for `| head -1`, a full disk, and a terminal that knows ASCII alone. """
+    def run(out, **env):
+        return subprocess.run([sys.executable, *command.split()], stdout=out, stderr=subprocess.PIPE, cwd=ROOT,
+                              text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"} | env)
+    reader, writer = os.pipe()
+    os.close(reader)
+    left = run(writer)
+    os.close(writer)
+    assert left.stderr == "" and left.returncode in (0, 141), left
+    assert run(subprocess.DEVNULL, PYTHONIOENCODING="ascii").returncode == 0
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            done = run(full)
+        assert done.stderr.count("\n") <= 1 and "Traceback" not in done.stderr, done
+
+
 @pytest.mark.parametrize("arg, told", MISTAKES_ON_THE_LINE)
 def test_mistake_on_the_command_line(arg, told, monkeypatch):
     """ Mistakes that somebody makes: catches a check that is dropped and a message without a cure. """

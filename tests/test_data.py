@@ -349,6 +349,14 @@ def test_reading_is_fast():
 # encodings and the embedded corpus
 
 
+def test_without_tiktoken(monkeypatch):
+    """ Catches: a traceback at the end of a run, where its sample is to be decoded. """
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    for name in ("bytes", "gpt2"):
+        with pytest.raises(DataError, match="pip install tiktoken"):
+            data.load_encoding(name)
+
+
 def test_bytes_go_both_ways():
     """ Catches a pattern that drops newlines or rare characters, and text taken for a special token. """
     e = data.load_encoding("bytes")

@@ -1,5 +1,6 @@
 """ Loading a run again: the same loss, text with the recipe's forward, and one line per mistake. """
 import json
+import os
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 import data
 import eval as evaluation
 import train
-from config import Config, ConfigError
+from config import Config, ConfigError, script
 from quant import Operand, Recipe
 from recipes import RECIPES
 from test_train import WINDOWS, last_state, shards, tiny  # noqa: F401 (a fixture)
@@ -135,10 +136,35 @@ def test_a_full_disk_behind_the_output_is_one_line(run, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(evaluation, "val_losses", full)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)        # the output of the tests themselves
     with pytest.raises(SystemExit) as error:
-        go(capsys, run)
+        script(lambda: go(capsys, run))
     assert error.value.code == 2
-    assert capsys.readouterr().err == "error: cannot write: No space left on device\n"
+    assert capsys.readouterr().err == "error: cannot print: No space left on device\n"
+
+
+@pytest.mark.parametrize("fault, code, says", [
+    (PermissionError(13, "Permission denied"), 2, "Permission denied; give it back its permissions"),
+    (MemoryError("no room"), 2, "out of memory (no room)"), (KeyboardInterrupt(), 130, "stopped")])
+def test_what_is_no_fault_of_the_file_is_told_as_such(run, capsys, monkeypatch, fault, code, says):
+    """ Catches: a whole checkpoint called torn, and a run given up for it, because memory was short. """
+    def load(*_, **__):
+        raise fault
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(SystemExit) as error:
+        evaluation.main([str(run)])
+    err = capsys.readouterr().err
+    assert error.value.code == code and says in err and "torn" not in err and "overwrite" not in err
+
+
+@pytest.mark.parametrize("broken", [("__version__", "nightly"), ("__version__", "3.5.1")])
+def test_a_triton_that_does_not_fit_is_no_end(monkeypatch, broken):
+    """ Catches: a bf16 run that ends in a traceback because a package is broken that it does not need. """
+    triton = pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring along")
+    monkeypatch.setattr(triton, *broken)
+    assert evaluation.pick_backend(Config(backend="auto"), torch.device("cpu"), Recipe()) == "reference"
+    with pytest.raises(ConfigError, match="pip install -U triton"):
+        evaluation.pick_backend(Config(backend="emulate"), torch.device("cpu"), RECIPES["tetrajet_full"])
 
 
 def test_weights_too_large_to_write_with_are_one_line(run, tmp_path, capsys):

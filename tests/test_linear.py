@@ -622,10 +622,46 @@ def test_compiled_gradient_is_the_eager_one(recipe, channels, autocast):
         assert equal(*results)
 
 
+def test_a_copy_has_noise_of_its_own():
+    """
+    Catches: N copies of one layer, as nn.TransformerEncoder makes them, whose errors add up in place of
+    averaging out; a model's counter that its copy does not share among its layers.
+    """
+    one = QuantLinear(20, 18, recipe=BASE)
+    twin, x, dy = copy.deepcopy(one), randn(24, 20), randn(24, 18, seed=1)
+    a, b = run(one, x, dy), run(twin, x, dy)
+    assert torch.equal(a["y"], b["y"]) and not torch.equal(a["dx"], b["dx"])
+    shared = Counter(3)
+    model = torch.nn.Sequential(*(QuantLinear(20, 20, recipe=BASE, counter=shared) for _ in range(2)))
+    again = copy.deepcopy(model)
+    assert again[0].counter is again[1].counter is not shared
+    assert torch.equal(again[0].counter.state, shared.state)
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: QuantLinear(20, 18, recipe=FULL, outliers=21), "from 0 to 20, not 21"),
+    (lambda: QuantLinear(20, 18, recipe=BASE)(randn(4, 48)), "20 input features, not 48"),
+    (lambda: Operand(block=(1, 16.0)), "whole numbers"), (lambda: Operand(outer=128.0), "whole numbers"),
+    (lambda: Operand(hadamard=2**40), "whole numbers up to"), (lambda: Operand(block=(10**12, 16)), "whole"),
+    (lambda: Recipe(align="false"), "align and trust are True or False")])
+def test_a_mistake_is_told_where_it_is_made(make, words):
+    """ Catches: a recipe of a checkpoint that asks for terabytes, and an error of reshape() far away. """
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_float64_stays_float64_under_autocast():
+    """ Catches: a gradient check under autocast that compares bf16; nn.Linear leaves float64 alone too. """
+    x = randn(4, 20).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert QuantLinear(20, 18, recipe=BASE, dtype=torch.float64)(x).dtype == torch.float64
+
+
 def test_compiled_layer_advances_its_own_counter():
     """ Catches a counter that tracing freezes: every compiled step would see the same noise. """
     eager = QuantLinear(20, 18, recipe=BASE)
     twin = copy.deepcopy(eager)
+    twin.counter.state.copy_(eager.counter.state)
     torch._dynamo.reset()
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     x, dy = randn(24, 20), randn(24, 18, seed=1)

@@ -457,6 +457,23 @@ def test_blocks_are_compiled_once_for_all():
     assert all(torch.equal(a, b) for a, b in zip(*results)) and seen.frame_count == 3
 
 
+@pytest.mark.parametrize("there", [{}, {"WORLD_SIZE": "two"}, {"WORLD_SIZE": "2"}])
+def test_half_of_torchrun_s_variables_is_one_line(shards, tmp_path, monkeypatch, capsys,    # noqa: F811
+                                                  there):
+    """ Catches: a KeyError in a shell that was left over from a job, with one of its variables set. """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    there = there and {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | there      # no MASTER_ADDR
+    for name, value in ({"TORCHELASTIC_RUN_ID": "left"} | there).items():
+        monkeypatch.setenv(name, value)
+    ended = []
+    monkeypatch.setattr(train, "leave", lambda code, told: ended.append(code))
+    with pytest.raises(SystemExit) as error:
+        train.main(tiny(shards, f"--out={tmp_path}", "--name=r"))
+    err = capsys.readouterr().err
+    assert error.value.code == 2 == ended[0] and err.count("\n") == 1 and "unset TORCHELASTIC_RUN_ID" in err
+
+
 def test_a_mistyped_flag_is_told_once():
     """ Catches: one line for each rank, or none, since torchrun ended the one that speaks. """
     code, output = wait(torchrun("--nproc_per_node=2", f"--master_port={free_port()}", str(ROOT / "train.py"),

@@ -272,6 +272,17 @@ def test_the_folder_of_a_sweep_is_its_runs(tmp_path, capsys):
     assert "no config.json" in fails(capsys, tmp_path / "empty")
 
 
+def test_names_that_mean_something_elsewhere(tmp_path, capsys):
+    """ Catches: mathematics in a legend, where it may not parse; a name that adds a column to a table. """
+    pytest.importorskip("matplotlib")
+    plot.main([str(make(tmp_path / name)) for name in ("$x^$", "a|b")])
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len({line.replace(r"\|", "").count("|") for line in table}) == 1 and len(table) == 4
+    assert "$x^$" in (tmp_path / "compare.svg").read_text()
+    for flag in ("--to=", "--results="):
+        assert "is empty; name a folder" in fails(capsys, tmp_path / "a|b", flag)
+
+
 def test_a_misspelt_flag_and_a_full_disk_are_one_line(tmp_path, capsys, monkeypatch):
     """ Catches: argparse's three lines, and "[Errno 28]", which names neither the place nor a way out. """
     assert "--too" in fails(capsys, "--too=x")

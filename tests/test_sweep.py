@@ -200,7 +200,8 @@ def test_a_mistyped_command_is_one_line(place, monkeypatch, capsys, argv, says):
 def test_a_run_s_own_flag_wins_over_all(tmp_path):
     """ Catches: `--lr is given twice`, and an `all` that overrules the line. """
     path = tmp_path / "x.txt"
-    path.write_text("all | --lr=1 --steps=7  # for all\na | --lr=2 | 1\nb | | 3 4\n")
+    # Notepad writes a mark before the first line
+    path.write_text("all | --lr=1 --steps=7  # for all\na | --lr=2 | 1\nb | | 3 4\n", encoding="utf-8-sig")
     a, b, c = sweep.read_list(path)
     assert [(r.cfg.lr, r.cfg.steps, r.cfg.seed) for r in (a, b, c)] == [(2, 7, 1), (1, 7, 3), (1, 7, 4)]
     assert [run.folder for run in (a, c)] == [Path("out/x/a-s1"), Path("out/x/b-s4")]

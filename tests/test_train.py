@@ -364,6 +364,59 @@ def test_a_checkpoint_with_a_nan_is_skipped(go):
     assert "ckpt_000000010.pt has a NaN" in printed and "ckpt_000000005.pt, step 5" in printed
 
 
+def moments(state: dict, change, key: str = "exp_avg"):
+    """ Change one of Adam's tensors of the largest weight. """
+    largest = max(state["optimizer"]["state"].values(), key=lambda tensors: tensors[key].numel())
+    largest[key] = change(largest[key])
+
+
+def window(state: dict, key: str, change):
+    kept = next(iter(state["osci"]["windows"].values()))
+    kept[key] = change(kept[key])
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda s: moments(s, lambda t: t[:1, :1].clone().expand_as(t)),
+    lambda s: moments(s, lambda t: t.t().contiguous().t()),
+    lambda s: moments(s, lambda t: t - 1, "exp_avg_sq"),
+    lambda s: window(s, "w", lambda t: t.double()), lambda s: window(s, "w", lambda t: t[:3]),
+    lambda s: window(s, "w", lambda t: t.to_sparse()), lambda s: window(s, "excess", lambda t: t * torch.nan),
+    lambda s: window(s, "flags", lambda t: None), lambda s: window(s, "columns", lambda t: t + 1000),
+    lambda s: window(s, "inner", lambda t: t.t().contiguous().t()),
+    lambda s: s["outliers"]["norms"].update({name: t[:3] for name, t in s["outliers"]["norms"].items()}),
+    lambda s: s["outliers"]["norms"].update({name: t.long() for name, t in s["outliers"]["norms"].items()}),
+    lambda s: s["outliers"]["norms"].update({name: -t for name, t in s["outliers"]["norms"].items()})])
+def test_tensors_of_a_checkpoint_that_do_not_fit_are_one_line(go, capsys, spoil):
+    """
+    Catches: moments of other strides, which the fused update runs past the end of or takes in another order;
+    windows and norms whose shapes, types or places kernels would trust; a traceback steps later.
+    """
+    flags = ["--recipe=tetrajet_full", "--outlier_frac=0.1", "--outlier_start=0.2", "--outlier_window=0.3",
+             "--osci=topk", "--osci_track=0.2", "--osci_start=0.2", "--osci_period=0.4", "--osci_window=0.3"]
+    folder, _ = go("r", *flags, "--stop_at=7")
+    path = folder / "ckpt_000000007.pt"
+    state = read_checkpoint(path)
+    assert state["osci"]["windows"] and state["outliers"]["norms"], "both windows should be open"
+    spoil(state)
+    torch.save(state, path)
+    with pytest.raises(SystemExit) as error:
+        go("r", *flags)
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and "the checkpoint does not fit" in err and err.count("\n") == 1, err
+
+
+def test_a_clock_that_goes_back_loses_nothing(go, monkeypatch):
+    """ Catches: seconds below zero, for which all checkpoints of a run were refused; a division by them. """
+    now = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(train.time, "time", lambda: float(next(now)))
+    monkeypatch.setattr(train.time, "perf_counter", lambda: 5.0)
+    folder, _ = go("r", "--recipe=bf16", "--stop_at=6")
+    monkeypatch.undo()
+    assert read_checkpoint(folder / "ckpt_000000006.pt")["seconds"] == 0
+    _, printed = go("r", "--recipe=bf16")
+    assert "continuing from" in printed and "val_loss_bf16" in printed
+
+
 def test_a_run_whose_checkpoints_are_all_torn_is_not_overwritten(go, capsys):
     folder, _ = go("r", "--stop_at=5", "--recipe=bf16")
     before = (folder / "metrics.csv").read_bytes()
@@ -645,7 +698,10 @@ def test_a_knob_added_since_does_not_end_old_runs(go):
     (["--lr=fast"], "lr wants a number"), (["--adam_eps=1e-99"], "from 1e-30 on"),
     (["--rope_theta=0.5"], "from 1 on"), (["--lr=1", "--weight_decay=1"], "smaller weight_decay"),
     (["--sample_tokens=100_000"], "up to 65_536"),
-    (["configs/none.py"], "configs/none.py"),
+    (["configs/none.py"], "configs/none.py"), (["--out=~nobody-of-this-name/x"], "home folder is not known"),
+    (["--out=" + 300 * "a"], "at most 255 bytes"), (["--init_from=" + 300 * "a"], "no such folder"),
+    (["--init_from=~nobody-of-this-name/x"], "home folder is not known"),
+    (["--lr=1" + 400 * "0"], "lr"),
 ])
 def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
     if "--device=cuda" in flags and torch.cuda.is_available():
