@@ -190,8 +190,8 @@ MISTAKES_ON_THE_LINE = [
 def test_output_that_nobody_can_take(command, tmp_path):
     """ Catches: tracebacks for `| head -1`, a full disk, and a terminal that knows ASCII alone. """
     def run(out, **env):
-        return subprocess.run([sys.executable, *command.split()], stdout=out, stderr=subprocess.PIPE, cwd=ROOT,
-                              text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"} | env)
+        return subprocess.run([sys.executable, *command.split()], cwd=ROOT, text=True, stdout=out,
+                              stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"} | env)
     reader, writer = os.pipe()
     os.close(reader)
     left = run(writer)
