@@ -949,8 +949,6 @@ def main(argv: list[str] | None = None):
     except (BenchError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
-    except BrokenPipeError:     # whoever read the output has left; script() takes care of that
-        raise
     except OSError as error:
         print(f"error: cannot write {error.filename or 'the result'}: {error.strerror}; type --out=FOLDER",
               file=sys.stderr)

@@ -329,29 +329,51 @@ def in_full(path: str | Path) -> Path:
         raise ConfigError(f"{path}: that home folder is not known; write the path in full") from None
 
 
+class Output:
+    """ A stream that takes no more once it has failed, so that no print ends a program half-way. """
+
+    def __init__(self, stream):
+        self.stream, self.failed = stream, None
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self):
+        self._try(self.stream.flush)
+
+    def _try(self, call: Callable, *args):
+        if self.failed:
+            return
+        try:
+            call(*args)
+        except OSError as error:
+            self.failed = error
+            # Python flushes once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 def script(main: Callable[[], int | None]):
     """
     Run a program's main() and end with its exit code. What the terminal cannot show becomes a question mark.
     Where whoever read the output has left, as in `| head -1`, the rest is not printed; where it cannot be
-    written, one line says so.
+    written, one line says so at the end, and the code is 2.
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")
+    out = sys.stdout = Output(sys.stdout) if sys.stdout else None
     try:
-        try:
-            code = main()
-        except SystemExit as end:
-            code = end.code
-        if sys.stdout:
-            sys.stdout.flush()
-    except OSError as error:
-        if error.filename is not None:      # not what is printed
-            raise
-        # else Python tries once more when it ends, and complains
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 141 if isinstance(error, BrokenPipeError) else 2
-        if code == 2:
-            print(f"error: cannot print: {error.strerror}", file=sys.stderr)
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    if out:
+        out.flush()
+        if out.failed and not isinstance(out.failed, BrokenPipeError):
+            print(f"error: cannot print: {out.failed.strerror}", file=sys.stderr)
+            code = code or 2
     raise SystemExit(code)
 
 

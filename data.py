@@ -49,9 +49,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from config import script
-from torch import Tensor
 
 FETCH = "python data.py fineweb10B --shards=1"      # the way out that messages name
 
@@ -770,8 +770,6 @@ def main(argv: list[str] | None = None) -> int:
         else:
             fetch_fineweb(out, args.shards, args.url)
         return 0
-    except BrokenPipeError:     # whoever read the output has left; script() takes care of that
-        raise
     except (DataError, OSError) as e:
         _progress("")
         # a full disk names no file

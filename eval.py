@@ -293,15 +293,15 @@ def build(cfg: Config, corpus_vocab: int, device: torch.device,
 @lru_cache
 def commit() -> str:
     """
-    The git commit of the code as it was at the first call; where files differ from it, '+' and a checksum of
-    the difference; 'unknown' without git.
+    The git commit of the code as it was at the first call; where Python files differ from it, '+' and a
+    checksum of the difference; 'unknown' without git.
     """
     def git(*args) -> bytes:
         here = Path(__file__).resolve().parent
         return subprocess.run(["git", "-C", str(here), *args], capture_output=True, check=True).stdout.strip()
     try:
         git("ls-files", "--error-unmatch", "eval.py")   # else a copy of it lies in somebody else's repository
-        changes = git("diff", "HEAD")
+        changes = git("diff", "--no-ext-diff", "--no-color", "HEAD", "--", "*.py")
         head = git("rev-parse", "--short", "HEAD").decode()
         return f"{head}+{zlib.crc32(changes):08x}" if changes else head
     except (OSError, subprocess.CalledProcessError):
@@ -332,19 +332,25 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in ours if path.is_file() and not path.is_symlink()), reverse=True)
 
 
+def no_memory(error: BaseException) -> bool:
+    """ Whether there was too little of it. The CPU's allocator has no exception of its own. """
+    return (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def read_checkpoint(path: Path) -> dict:
     """
     One checkpoint file, its tensors on the CPU. weights_only: a file can hold tensors and numbers, not code.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except PermissionError as error:        # nor are other files of this run to be read, so none is skipped
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give it back its permissions") from None
+    except OSError as error:        # no fault of what is in the file, so no older one is taken in its place
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; mend that first") from None
     # a torn zip, a pickle that is not ours, a file that is no checkpoint at all:
     # torch has a dozen ways to say so
     except Exception as error:
+        if no_memory(error):
+            raise
         raise CheckpointError(f"{path} is torn or no checkpoint ({type(error).__name__})") from None
     version = state.get("format") if isinstance(state, dict) else None
     if type(version) is not int or version != CHECKPOINT_FORMAT:
@@ -415,6 +421,8 @@ def load_checkpoint(folder: Path, device: str = "auto", data: str | None = None)
     except ConfigError:
         raise
     except MISFIT as error:
+        if no_memory(error):
+            raise
         raise CheckpointError(f"{path} does not fit this program: {first_line(error)}") from None
     corpus = open_corpus(cfg.data)
     if corpus.vocab_size != vocab:
@@ -534,16 +542,16 @@ def main(argv: list[str]):
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, RuntimeError) as error:
+        if not no_memory(error):
+            raise
         print(f"error: out of memory ({first_line(error)}); free some, or type --device=cpu", file=sys.stderr)
         raise SystemExit(2)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         raise SystemExit(130)
     except OSError as error:
-        if error.filename is None:      # what is printed, which script() takes care of
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -515,5 +515,5 @@ def check_config(theirs: dict, folder: Path, cfg: Config, vocab: int) -> bool:
          and not theirs.get("quantization_config"), "it has biases, another activation than silu or packed "
          "weights, and model.py has none of these; take a plain OLMo-2")
     tied = theirs.get("tie_word_embeddings", False)
-    need(type(tied) is bool, "config.json has no good tie_word_embeddings; get it again")
-    return tied
+    need(tied is None or type(tied) is bool, "config.json has no good tie_word_embeddings; get it again")
+    return bool(tied)

@@ -351,9 +351,6 @@ class OsciReset:
         self.settings = dict(mode=mode, start=start, period=period, window=window, tau=tau, track=track)
         self.windows: dict[str, Window] = {}
 
-    def open(self, layer: QuantLinear) -> Window:
-        return Window.open(layer, self.settings["track"] if self.settings["mode"] == "topk" else None)
-
     @torch.no_grad()
     def after_step(self, step: int) -> Report | None:
         """ Call it after optimizer step number `step` (from 0) was applied; a Report when a window ends. """
@@ -363,7 +360,8 @@ class OsciReset:
             return None
         edge, last = s["mode"] == "edge", since_open == s["window"]
         if since_open == 0 and not edge:
-            self.windows = {name: self.open(layer) for name, layer in self.layers.items()}
+            track = s["track"] if s["mode"] == "topk" else None
+            self.windows = {name: Window.open(layer, track) for name, layer in self.layers.items()}
             return None
 
         closed, fits = {}, {}
@@ -459,16 +457,30 @@ class OsciReset:
         for name, tensors in state["windows"].items():
             device = self.layers[name].weight.device
             tensors = {key: t if t is None else t.to(device, copy=True) for key, t in tensors.items()}
-            self.windows[name] = window = Window(**tensors)
-            ours, saved = ({key: t if t is None else (t.dtype, t.shape, t.layout)
-                            for key, t in vars(w).items()} for w in (self.open(self.layers[name]), window))
-            if ours != saved or not all(t is None or t.is_contiguous() for t in vars(window).values()):
-                raise ValueError(f"the saved window of {name} does not fit the layer")
-            columns, K = window.columns, self.layers[name].in_features
-            if columns is not None and not ((columns >= 0) & (columns < K)).all():
-                raise ValueError(f"the saved window of {name} tracks columns that the layer does not have")
-            if not (window.w.isfinite().all() and window.excess.isfinite().all()):
-                raise ValueError(f"the saved window of {name} holds a NaN or an Inf")
+            self.windows[name] = Window(**tensors)
+            check_window(name, self.layers[name], self.windows[name])
+
+
+def check_window(name: str, layer: QuantLinear, window: Window):
+    """ ValueError unless its tensors are such as a window of this layer has. """
+    w, q = rounded_weight(layer)
+    (N, K), columns = w.shape, window.columns
+    n = K if columns is None else columns.shape[-1]
+    floats, counts = (torch.float32, (N, n)), (torch.int64, (3,))
+    wanted = {"w": floats, "excess": floats, "flags": (torch.uint8, (N, n)), "counts": counts}
+    wanted |= {key: None if t is None else (t.dtype, t.shape)
+               for key, t in (("inner", q.inner), ("outer", q.outer), ("channels", layer.channels))}
+    if columns is not None:
+        wanted["columns"] = (columns.dtype if columns.dtype in (torch.int16, torch.int32) else None, (N, n))
+    found = {key: t for key, t in vars(window).items() if t is not None}
+    if ({key: (t.dtype, tuple(t.shape)) for key, t in found.items()} !=
+            {key: (kind[0], tuple(kind[1])) for key, kind in wanted.items() if kind}
+            or any(t.layout != torch.strided or not t.is_contiguous() for t in found.values())):
+        raise ValueError(f"the saved window of {name} does not fit the layer")
+    if columns is not None and not ((columns >= 0) & (columns < K)).all():
+        raise ValueError(f"the saved window of {name} tracks columns that the layer does not have")
+    if not (window.w.isfinite().all() and window.excess.isfinite().all()):
+        raise ValueError(f"the saved window of {name} holds a NaN or an Inf")
 
 
 def must_equal(what: str, saved: dict, ours: dict):

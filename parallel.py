@@ -49,13 +49,18 @@ GRACE = 10
 
 
 def launched() -> bool:
-    """ Whether torchrun started this process. """
+    """ Whether torchrun started this process, and not a shell in which one of its variables is left over. """
+    numbers = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return elastic() and os.environ.get("MASTER_ADDR", "") != "" and all(map(str.isdecimal, numbers))
+
+
+def elastic() -> bool:
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
 def speaks() -> bool:
     """ Whether this process tells of what every process of its machine finds, such as a misspelt knob. """
-    return not launched() or os.environ.get("LOCAL_RANK", "0") == "0"
+    return not launched() or os.environ["LOCAL_RANK"] == "0"
 
 
 @contextmanager
@@ -74,22 +79,18 @@ def one_voice():
 
 def start(cfg: Config, device: torch.device) -> "Ranks":
     """ Meet the other ranks. ConfigError, on all of this machine, if the run cannot be shared among them. """
-    if not launched():
-        return ALONE
-    rank, world, local, here = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK",
-                                                                      "LOCAL_WORLD_SIZE"))
-    if not all(map(str.isdecimal, (rank, world, local, here))) or not os.environ.get("MASTER_ADDR"):
+    if elastic() and not launched():
         raise ConfigError("TORCHELASTIC_RUN_ID is set, and other variables of torchrun's are not: start with "
                           "torchrun, or type `unset TORCHELASTIC_RUN_ID`")
-    rank, world, here = int(rank), int(world), int(here)
-    if world == 1:
+    if not launched() or os.environ["WORLD_SIZE"] == "1":
         return ALONE
+    rank, world, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_share(cfg, world)
     if device.type == "cuda":
         if here > torch.cuda.device_count():
             raise ConfigError(f"torchrun started {here} programs here, where PyTorch sees fewer GPUs: "
                               f"type --nproc_per_node={torch.cuda.device_count()}")
-        device = torch.device("cuda", int(local))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     elif device.type != "cpu":
         raise ConfigError(f"device = {device.type!r} trains alone: type --device=cpu, or leave torchrun out")

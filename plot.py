@@ -315,7 +315,7 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
 # the two uses
 
 
-def compare(folders: list[Path], to: Path):
+def compare(folders: list[Path], to: Path | None):
     """ Any runs, with the first of them. """
     runs = [read_run(path) for folder in folders for path in runs_in(folder)]
     for run in runs:
@@ -324,7 +324,7 @@ def compare(folders: list[Path], to: Path):
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
     print(compare_table(runs), end="\n\n")
-    draw([(run.name, run, runs[0]) for run in runs], runs[0].name, to)
+    draw([(run.name, run, runs[0]) for run in runs], runs[0].name, to or runs[0].folder.parent)
 
 
 def experiment(folder: Path) -> tuple[str, list]:
@@ -399,7 +399,7 @@ def main(argv: list[str] | None = None):
         if args.results and not args.runs and not args.to:
             results(args.results)
         elif args.runs and not args.results:
-            compare(args.runs, args.to or args.runs[0].parent)
+            compare(args.runs, args.to)
         else:
             raise PlotError("type folders of runs, as out/A out/B --to=DIR, or --results=results alone")
         sys.stdout.flush()

@@ -1168,10 +1168,10 @@ class QuantLinear(nn.Linear):
         if not self.enabled or not any(self.recipe.operands):
             return F.linear(x, self.weight, self.bias)
 
-        # autocast does not cast the arguments of a custom op, so do here what it does to nn.Linear.
-        # The weight stays as it is: it is the master weight that Q2 rounds
         if x.shape[-1] != self.in_features:
             raise ValueError(f"the last axis has {self.in_features} input features, not {x.shape[-1]}")
+        # autocast does not cast the arguments of a custom op, so do here what it does to nn.Linear.
+        # The weight stays as it is: it is the master weight that Q2 rounds
         device = x.device.type
         cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device) if cast else x.dtype

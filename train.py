@@ -34,8 +34,8 @@ import torch
 from config import EMA_WARMUP, FREE, Config, ConfigError, in_full, load, package, script, short
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, check_tensors, checkpoints,
-                  commit, first_line, idle, late_switch, newest_checkpoint, pick_device, recipe_of, sample,
-                  val_losses)
+                  commit, first_line, idle, late_switch, newest_checkpoint, no_memory, pick_device, recipe_of,
+                  sample, val_losses)
 from osci import OsciReset, Report
 from outliers import OutControl
 from parallel import ALONE, Ranks, launched, leave, lost, one_voice, speaks, start
@@ -114,7 +114,7 @@ class Run:
             self.say(f"continuing from {self.last_good}, step {state['step']}")
             if (then := state.get("commit")) != commit():
                 self.say(f"note: commit {short(str(then))} wrote that, and commit {commit()} goes on: what "
-                         "follows is another program's")
+                         "follows may be another program's")
             self._drop_rows(state["step"])
             return state
         except OSError as error:
@@ -410,6 +410,8 @@ class Trainer:
             if self.osci:
                 self.osci.load_state_dict(state["osci"])
         except MISFIT as error:
+            if no_memory(error):
+                raise
             raise ConfigError(f"the checkpoint does not fit ({first_line(error)}); type --name=ANOTHER, or "
                               "--overwrite to start anew") from None
         self.step, self.seconds = state["step"], state["seconds"]
@@ -699,7 +701,7 @@ def work(cfg: Config, run: Run, ranks: Ranks):
             corpus = open_corpus(cfg.data)
         except DataError as error:
             # layers can be shown before there is data to train on
-            if not (cfg.dry_run and cfg.vocab_size):
+            if not (cfg.dry_run and cfg.vocab_size) or in_full(cfg.data).exists():
                 raise
             corpus = SimpleNamespace(vocab_size=cfg.vocab_size)
             missing = f"no data yet: {error}\n"
@@ -725,7 +727,8 @@ def work(cfg: Config, run: Run, ranks: Ranks):
             run.tracker = Tracker(cfg, run.folder, run.say)
     state = ranks.from_first(state)
     if state:
-        trainer.load(state)
+        with ranks.together():
+            trainer.load(state)
         del state
     introduce(run, trainer, entropy)
     if origin:
@@ -735,10 +738,12 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         summary(run, trainer, row)
 
 
-def what_next(run: Run) -> str:
+def what_next(cfg: Config, run: Run) -> str:
     """ What the same command would do now. """
-    if saved := checkpoints(run.folder):
-        return f"the same command continues from {saved[0].name}"
+    again = "the same command" + " without --overwrite" * cfg.overwrite
+    saved = checkpoints(run.folder)
+    if saved or not run.writes:     # those of another rank need not be on this disk
+        return f"{again} continues from {saved[0].name if saved else 'the last checkpoint'}"
     return "there is no checkpoint yet, so the same command starts anew (--save_every saves more often)"
 
 
@@ -751,28 +756,27 @@ def fault(error: BaseException, cfg: Config, run: Run, ranks: Ranks) -> tuple[st
         return f"error: {error}", 2, True
     if isinstance(error, DataError):
         return f"error: {error}", 2, False
-    # the CPU's allocator has no exception of its own
-    if (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or
-            isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+    if no_memory(error):
         return f"error: {out_of_memory(cfg, ranks.world)}", 2, False
     if isinstance(error, TrainingError):
         return f"error: {error}", 1, True
     if isinstance(error, KeyboardInterrupt):
-        return f"\ninterrupted; {what_next(run)}", 130, True
+        return f"\ninterrupted; {what_next(cfg, run)}", 130, True
     if isinstance(error, RuntimeError) and lost(error):
         return (f"error: another rank has gone, see what it says ({first_line(error)}); "
-                f"{what_next(run)}"), 1, False
+                f"{what_next(cfg, run)}"), 1, False
     return "", 1, False
 
 
 def main(argv: list[str]):
     with one_voice():
         cfg = load(argv)
-    try:
-        ranks, run, code = ALONE, Run(cfg), 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2)
+        try:
+            run = Run(cfg)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2)
+    ranks, code = ALONE, 0
     try:
         ranks = start(cfg, pick_device(cfg))
         run.writes = ranks.first

@@ -267,7 +267,7 @@ def test_the_folder_of_a_sweep_is_its_runs(tmp_path, capsys):
     (tmp_path / "sweep" / "sweep.lock").write_text("")
     plot.main([str(tmp_path / "sweep")])
     out = capsys.readouterr().out
-    assert "bf16-s1" in out and "full-s1" in out and (tmp_path / "compare.png").exists()
+    assert "bf16-s1" in out and "full-s1" in out and (tmp_path / "sweep" / "compare.png").exists()
     (tmp_path / "empty").mkdir()
     assert "no config.json" in fails(capsys, tmp_path / "empty")
 

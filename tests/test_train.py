@@ -405,6 +405,16 @@ def test_tensors_of_a_checkpoint_that_do_not_fit_are_one_line(go, capsys, spoil)
     assert error.value.code == 2 and "the checkpoint does not fit" in err and err.count("\n") == 1, err
 
 
+def test_a_window_from_before_channels_were_chosen_is_resumed(go):
+    """ Catches: a saved window held against one opened now, whose rows have fewer places to choose from. """
+    flags = ["--recipe=tetrajet_full", "--outlier_frac=0.2", "--outlier_start=0.2", "--outlier_window=0.1",
+             "--osci=topk", "--osci_track=1", "--osci_start=0", "--osci_period=0.9", "--osci_window=0.8"]
+    straight, _ = go("straight", *flags)
+    stopped, _ = go("stopped", *flags, "--stop_at=10")
+    go("stopped", *flags)
+    assert_same(learned(last_state(straight)), learned(last_state(stopped)))
+
+
 def test_a_clock_that_goes_back_loses_nothing(go, monkeypatch):
     """ Catches: seconds below zero, for which all checkpoints of a run were refused; a division by them. """
     now = iter(range(10**6, 0, -1))
