@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import CHOICES, Config, ConfigError, in_full, parse, script
+from config import CHOICES, Config, ConfigError, folder_name, parse, script
 from data import Parser
 from eval import autocast, build, commit, pick_device
 from osci import OsciReset
@@ -187,9 +187,7 @@ class Report:
     """ What is printed, and kept in a folder: bench.md as printed, bench.json with the raw numbers. """
 
     def __init__(self, args: argparse.Namespace, device: torch.device | None):
-        if args.out == "":
-            raise BenchError("--out= is empty; name a folder, or --out=. for this one")
-        self.folder = in_full(args.out) if args.out else None
+        self.folder = args.out
         # what has no times is no result, and must not stand in the way of one
         if self.folder is None and device and device.type == "cuda":
             self.folder = HERE / "results" / f"bench_{args.what}"
@@ -895,7 +893,7 @@ def read_args(argv: list[str]) -> argparse.Namespace:
         sub = commands.add_parser(name, help=text, allow_abbrev=False)
         sub.set_defaults(run=run)
         where = "nowhere" if name == "model" else f"results/bench_{name}"
-        sub.add_argument("--out", help=f"folder of the result ({where})")
+        sub.add_argument("--out", type=folder_name, help=f"folder of the result ({where})")
         sub.add_argument("--overwrite", action="store_true", help="replace the result in that folder")
         if name != "model":
             sub.add_argument("--device", default="auto", choices=CHOICES["device"][:3])

@@ -17,6 +17,7 @@ It is parsed, never executed, so it can neither do harm nor invent a name that n
 is an error that tells the nearest real one. There is no None and no list, and nothing here reads the
 environment: the resolved Config, saved as config.json, says everything about a run.
 """
+import argparse
 import ast
 import difflib
 import importlib
@@ -329,6 +330,15 @@ def in_full(path: str | Path) -> Path:
         raise ConfigError(f"{path}: that home folder is not known; write the path in full") from None
 
 
+def folder_name(text: str) -> Path:
+    """ in_full() for an argument of argparse. """
+    try:
+        need(text != "", "it is empty; name a folder, or . for this one")
+        return in_full(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 class Output:
     """ A stream that takes no more once it has failed, so that no print ends a program half-way. """
 
@@ -441,7 +451,7 @@ def check(cfg: Config) -> Config:
          f"lr * weight_decay = {cfg.lr * cfg.weight_decay:.3g}, but a step can take at most all of a weight "
          "away: type a smaller weight_decay")
     need(cfg.out != "", "out is empty: type a folder, such as --out=out")
-    need(all(len(part.encode()) <= 255 for part in Path(cfg.out).parts),
+    need(all(len(part.encode()) <= 255 for part in in_full(cfg.out).parts),
          f"out = {short(repr(cfg.out))}: type folders whose names have at most 255 bytes")
     need(cfg.name not in (".", "..") and not set(cfg.name) & set("/\\") and len(cfg.name.encode()) <= 200,
          f"name = {short(repr(cfg.name))}: type the name of one folder, at most 200 bytes; its parent is out")

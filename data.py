@@ -51,7 +51,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import script
+from config import ConfigError, in_full, script
 
 FETCH = "python data.py fineweb10B --shards=1"      # the way out that messages name
 
@@ -304,11 +304,10 @@ def open_corpus(path: str) -> Corpus:
 
 
 def _expand(path: str) -> Path:
-    """ The path with a leading ~ or ~user in full. """
     try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise DataError(f"{path}: that home folder is not known; write the path in full") from None
+        return in_full(path)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
 
 
 def _open_folder(folder: Path) -> Corpus:

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError, script
+from config import CHOICES, KINDS, LINEARS, MOST, Config, ConfigError, package, script
 from data import Corpus, DataError, Parser, open_corpus
 from model import GPT, IGNORE
 from parallel import ALONE, Ranks, each_tensor
@@ -64,12 +64,14 @@ def triton_problem() -> str:
     if find_spec("triton") is None:
         return "Triton is not installed: type pip install triton"
     try:
-        import triton
-        version = [int(number) for number in triton.__version__.split(".")[:2]]
-    except Exception as error:      # anything, of a package whose parts do not fit each other
-        return f"Triton cannot be imported ({type(error).__name__}): type pip install -U triton"
-    return "" if version >= [3, 6] else (f"its kernels need Triton 3.6, not {triton.__version__}: "
-                                         "type pip install -U triton")
+        found = package("triton").__version__
+    except ConfigError as error:
+        return str(error)
+    # 3.6.0, 3.6.0+git1234; what begins otherwise is older, or nobody's release
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and (int(numbers[1]), int(numbers[2])) >= (3, 6):
+        return ""
+    return f"its kernels need Triton 3.6, not {found}: type pip install -U triton"
 
 
 def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:

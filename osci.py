@@ -466,18 +466,19 @@ def check_window(name: str, layer: QuantLinear, window: Window):
     w, q = rounded_weight(layer)
     (N, K), columns = w.shape, window.columns
     n = K if columns is None else columns.shape[-1]
-    floats, counts = (torch.float32, (N, n)), (torch.int64, (3,))
-    wanted = {"w": floats, "excess": floats, "flags": (torch.uint8, (N, n)), "counts": counts}
-    wanted |= {key: None if t is None else (t.dtype, t.shape)
-               for key, t in (("inner", q.inner), ("outer", q.outer), ("channels", layer.channels))}
+    # name -> type and shape; the number of places is the window's own, since it depends on when it was opened
+    wanted = {"w": (torch.float32, (N, n)), "excess": (torch.float32, (N, n)), "flags": (torch.uint8, (N, n)),
+              "counts": (torch.int64, (3,))}
+    wanted |= {key: (t.dtype, t.shape) for key, t in (("inner", q.inner), ("outer", q.outer),
+                                                      ("channels", layer.channels)) if t is not None}
     if columns is not None:
-        wanted["columns"] = (columns.dtype if columns.dtype in (torch.int16, torch.int32) else None, (N, n))
+        wanted["columns"] = (columns.dtype, (N, n))
     found = {key: t for key, t in vars(window).items() if t is not None}
-    if ({key: (t.dtype, tuple(t.shape)) for key, t in found.items()} !=
-            {key: (kind[0], tuple(kind[1])) for key, kind in wanted.items() if kind}
-            or any(t.layout != torch.strided or not t.is_contiguous() for t in found.values())):
+    in_order = all(t.layout == torch.strided and t.is_contiguous() for t in found.values())
+    if not in_order or {key: (t.dtype, t.shape) for key, t in found.items()} != wanted:
         raise ValueError(f"the saved window of {name} does not fit the layer")
-    if columns is not None and not ((columns >= 0) & (columns < K)).all():
+    if columns is not None and (columns.dtype not in (torch.int16, torch.int32)
+                                or not ((columns >= 0) & (columns < K)).all()):
         raise ValueError(f"the saved window of {name} tracks columns that the layer does not have")
     if not (window.w.isfinite().all() and window.excess.isfinite().all()):
         raise ValueError(f"the saved window of {name} holds a NaN or an Inf")

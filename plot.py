@@ -3,6 +3,7 @@ Figures and tables from the folders of runs. Every number comes from a metrics.c
 
     python plot.py out/bf16-s1 out/tetrajet_full-s1   compare runs with the first of them: print a table and
                                                       write out/compare.png and .svg; --to=DIR for elsewhere
+    python plot.py out/quickstart                     ... of all runs of a sweep
     python plot.py --results=results                  write the tables of results/README.md and the figures
 
 What --results reads and writes:
@@ -21,7 +22,6 @@ Left out on purpose: smoothing and interpolation. Losses are subtracted only whe
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -273,6 +273,11 @@ def draw_panel(ax, panel: tuple, looks: dict[str, dict], unit: float, late: floa
     ax.legend()
 
 
+def plain(name: str) -> str:
+    """ As matplotlib shows it unchanged: $ would begin mathematics. """
+    return name.replace("$", r"\$")
+
+
 def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path):
     """ compare.png and compare.svg of (label, run, the run that its gap is to); a label has one colour. """
     try:
@@ -291,7 +296,7 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
                   for kind, column in kinds.items() for label, run, base in lines]
         # a figure has one panel at least
         if not found or any(curve for _, _, curve in curves):
-            found.append((title.format(reference.replace("$", r"\$")), y_unit, scale, curves))
+            found.append((title.format(plain(reference)), y_unit, scale, curves))
     labels = dict.fromkeys(label for label, _, _ in lines)
     looks = {label: {"color": c, "marker": m} for label, c, m in zip(labels, cycle(COLOURS), cycle(MARKERS))}
     tokens = max(run.rows[-1]["tokens"] for _, run, _ in lines)
@@ -301,9 +306,7 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
     for ax, panel in zip(axes, found):
         draw_panel(ax, panel, looks, unit, tokens / 10)
     axes[-1].set_xlabel(f"training tokens, {word}")
-    # $ would begin mathematics
-    handles = [axes[0].plot([], [], label=label.replace("$", r"\$"), **look)[0]
-               for label, look in looks.items()]
+    handles = [axes[0].plot([], [], label=plain(label), **look)[0] for label, look in looks.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "compare.png", dpi=120, metadata={"Software": None})
@@ -380,13 +383,8 @@ class Parser(argparse.ArgumentParser):
         raise PlotError(f"{message}; see plot.py --help")
 
 
-def folder_name(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; name a folder, or . for this one")
-    return Path(os.path.expanduser(text))
-
-
 def main(argv: list[str] | None = None):
+    from config import folder_name      # the rest of this file works without any other of ours
     parser = Parser(description="Figures and tables of runs.", allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="*",
                         help="folders of runs or of a sweep, compared with the first run")
@@ -402,13 +400,9 @@ def main(argv: list[str] | None = None):
             compare(args.runs, args.to)
         else:
             raise PlotError("type folders of runs, as out/A out/B --to=DIR, or --results=results alone")
-        sys.stdout.flush()
     except PlotError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
-    except BrokenPipeError:         # whoever read the output has left: Python is not to try again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(141)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         raise SystemExit(130)
@@ -419,6 +413,5 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")        # a path may hold what the terminal cannot show
-    main()
+    from config import script
+    script(main)

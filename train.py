@@ -592,8 +592,9 @@ def train(cfg: Config, run: Run, trainer: Trainer) -> dict | None:
         # else. Nothing that is not finite is ever evaluated or saved
         if (log or pause) and bool(bad) or pause and not trainer.finite():
             raise not_finite(run, trainer, step)
-        trainer.seconds += time.perf_counter() - start
-        trained += time.perf_counter() - start
+        took = time.perf_counter() - start
+        trainer.seconds += took
+        trained += took
         # ---- end of the timed part
 
         row |= report(run, step, trainer.cfg.osci, seen)
@@ -771,12 +772,7 @@ def fault(error: BaseException, cfg: Config, run: Run, ranks: Ranks) -> tuple[st
 def main(argv: list[str]):
     with one_voice():
         cfg = load(argv)
-        try:
-            run = Run(cfg)
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(2)
-    ranks, code = ALONE, 0
+    ranks, run, code = ALONE, Run(cfg), 0
     try:
         ranks = start(cfg, pick_device(cfg))
         run.writes = ranks.first
