@@ -196,7 +196,7 @@ class Report:
         about = machine(device) if device else {"gpu": "none: computed", "commit": commit()}
         self.data = {"what": args.what, "command": " ".join(["python bench.py", *args.argv]),
                      "machine": about, "rows": []}
-        self.text = []
+        self.text, self.unfinished = [], []
         # now, so that a folder that cannot be written is told before the measuring and not after it
         self.save()
         self.say(f"`{self.data['command']}`: " + ", ".join(f"{k} {v}" for k, v in about.items()))
@@ -204,6 +204,12 @@ class Report:
     def say(self, text: str):
         print(text + "\n", flush=True)
         self.text.append(text)
+        self.unfinished = []
+        self.save()
+
+    def so_far(self, *tables: str):
+        """ Tables that still grow. bench.md has them until the next say(), or for good if none comes. """
+        self.unfinished = list(tables)
         self.save()
 
     def row(self, **raw):
@@ -215,7 +221,8 @@ class Report:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        texts = {"bench.json": json.dumps(self.data, indent=1), "bench.md": "\n\n".join(self.text)}
+        texts = {"bench.json": json.dumps(self.data, indent=1),
+                 "bench.md": "\n\n".join(self.text + self.unfinished)}
         for name, text in texts.items():
             temporary = self.folder / (name + ".tmp")
             temporary.write_text(text + "\n", encoding="utf-8")
@@ -795,8 +802,8 @@ def time_step(make: Callable[[], Training], n: int, clock, osci_modes: tuple[str
 
 
 def step_rows(args: argparse.Namespace, report: Report, device: torch.device, size: str, mode: str, clock):
-    """ All recipes of one size and mode -> rows of the two tables. """
-    rows, osci_rows, bf16 = [], [], None
+    """ All recipes of one size and mode: for each a row, and rows about OsciReset where it is on. """
+    bf16 = None
     for recipe in args.recipes:
         for backend in ["-"] if recipe == "bf16" else args.backends or backends_here(device):
             tokens, raw = args.tokens, None
@@ -811,16 +818,15 @@ def step_rows(args: argparse.Namespace, report: Report, device: torch.device, si
                     tokens = tokens // 2 // args.seq_len * args.seq_len
             report.row(size=size, mode=mode, recipe=recipe, backend=backend, tokens=tokens, result=raw)
             if raw is None:
-                rows.append([size, mode, recipe, backend, "out of memory", *["-"] * 6])
+                yield [size, mode, recipe, backend, "out of memory", *["-"] * 6], []
                 continue
             t, first = Timing(**raw["ms"]), raw["first_step_seconds"]
             bf16 = t.median / tokens if recipe == "bf16" else bf16
-            rows.append([size, mode, recipe, backend, f"{tokens:,}", f"{1e3 * tokens / t.median:,.0f}", t,
-                         f"{t.median / tokens / bf16:.2f}" if bf16 else "-",
-                         f"{first:.1f}" if mode != "eager" else "-", f"{raw['peak_gib']:.1f}", t.n])
-            osci_rows += [[size, mode, recipe, backend, osci, *(f"{ms:.2f}" for ms in times.values()),
-                           f"{100 * osci_share(cfg, **times):.2f}"] for osci, times in raw["osci"].items()]
-    return rows, osci_rows
+            row = [size, mode, recipe, backend, f"{tokens:,}", f"{1e3 * tokens / t.median:,.0f}", t,
+                   f"{t.median / tokens / bf16:.2f}" if bf16 else "-",
+                   f"{first:.1f}" if mode != "eager" else "-", f"{raw['peak_gib']:.1f}", t.n]
+            yield row, [[size, mode, recipe, backend, osci, *(f"{ms:.2f}" for ms in times.values()),
+                         f"{100 * osci_share(cfg, **times):.2f}"] for osci, times in raw["osci"].items()]
 
 
 def bench_step(args: argparse.Namespace):
@@ -847,10 +853,14 @@ def bench_step(args: argparse.Namespace):
                "resets (n=1); and its share of a training of the size's config with such steps.")
     for size in args.sizes:
         for mode in args.modes:
-            rows, osci_rows = step_rows(args, report, device, size, mode, clock)
-            report.say(markdown([head, *rows]))
-            if osci_rows:
-                report.say(markdown([osci_head, *osci_rows]))
+            rows, osci_rows = [head], [osci_head]
+            for row, osci in step_rows(args, report, device, size, mode, clock):
+                rows.append(row)
+                osci_rows += osci
+                tables = [markdown(table) for table in (rows, osci_rows) if table[1:]]
+                report.so_far(*tables)
+            for table in tables:
+                report.say(table)
 
 
 # -----------------------------------------------------------------------------

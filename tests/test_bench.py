@@ -320,15 +320,37 @@ def test_step_rows_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.Training, "step", ticking)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-    rows, osci = bench.step_rows(args, report, CPU, "nano", "eager", clock)
+    rows, (none, osci) = zip(*bench.step_rows(args, report, CPU, "nano", "eager", clock))
     assert [row[2:6] + row[7:] for row in rows] == [
         ["bf16", "-", "256", "256,000", "1.00", "-", "3.0", 10],
         ["tetrajet_full", "reference", "128", "64,000", "4.00", "-", "3.0", 10]]
     # open after the first step of each eleven, closed after the last
     assert windows == ([4] * 10 + [0]) * 4
-    assert [row[4:9] for row in osci] == [
+    assert none == [] and [row[4:9] for row in osci] == [
         [mode, "2.00", "6.00", "6.00", "10.00"] for mode in ("topk", "full")]
     assert len(json.loads((tmp_path / "bench.json").read_text())["rows"]) == 2
+
+
+def test_what_is_cut_off_has_its_table(tmp_path, monkeypatch):
+    """ Catches: an hour of measuring, ended by a limit, whose bench.md has no numbers; a row that is lost. """
+    args = args_of("step", tmp_path, "--recipes=bf16,tetrajet_full", "--sizes=370m", "--modes=eager")
+    monkeypatch.setattr(bench, "pick_device", lambda args: torch.device("cuda"))
+    monkeypatch.setattr(bench, "machine", lambda device: {})
+    monkeypatch.setattr(bench, "CudaClock", lambda device: None)
+    row = ["370m", "eager", "bf16", "-", *range(7)]
+
+    def cut(*args):
+        yield row, []
+        yield [*row[:2], "tetrajet_full", *row[3:]], [[*row[:2], "tetrajet_full", "emulate", "topk", *range(5)]]
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, "step_rows", cut)
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench_step(args)
+    whole = [line for line in (tmp_path / "bench.md").read_text().splitlines() if line.startswith("| 370m")]
+    assert [line.split("|")[3].strip() for line in whole] == ["bf16", "tetrajet_full", "tetrajet_full"]
+    monkeypatch.setattr(bench, "step_rows", lambda *args: [(row, [])])
+    bench.bench_step(args_of("step", tmp_path, "--overwrite", "--sizes=370m,70m", "--modes=eager"))
+    assert (tmp_path / "bench.md").read_text().count("| 370m") == 2     # each table once
 
 
 def test_each_size_is_a_config_of_one_step():
