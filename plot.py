@@ -59,6 +59,7 @@ STYLES = {"training": {"linewidth": 0.7, "alpha": 0.5, "marker": ""}, "speed": {
 # Okabe and Ito's, which colour-blind readers tell apart, without the yellow, which is too pale for a line
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "os^DvP*X"      # one more than colours, so that the pairs repeat only after 56
+MANY = 14                 # curves of more names hide each other: then the last gaps are drawn, and no more
 
 
 class PlotError(ValueError):
@@ -278,18 +279,38 @@ def plain(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path):
-    """ compare.png and compare.svg of (label, run, the run that its gap is to); a label has one colour. """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotError("figures need matplotlib: type pip install matplotlib")
-    # a matplotlibrc of the user's would change the bytes, and so would an SVG's random ids without a salt
-    matplotlib.rcdefaults()
-    matplotlib.rcParams.update({
-        "svg.hashsalt": "compare", "axes.titlelocation": "left", "axes.titlesize": "medium",
-        "axes.grid": True, "grid.alpha": 0.25, "legend.fontsize": "small", "lines.markersize": 4})
+def last_gaps(lines: list[tuple[str, Run, Run | None]]) -> dict[str, dict[str, list[float]]]:
+    """ Label -> column -> the last gap of each run that has one; the label with the smallest mean first. """
+    found = {}
+    for label, run, base in lines:
+        for column in FP4, BF16:
+            for gap in list(run.minus(base, column).values())[-1:]:
+                found.setdefault(label, {}).setdefault(column, []).append(gap)
+    return dict(sorted(found.items(), key=lambda item: fmean(item[1].get(FP4, [math.inf]))))
+
+
+def draw_gaps(figure, gaps: dict[str, dict[str, list[float]]], reference: str):
+    """ A row for each label of last_gaps(): a dot for each run, and a bar at their mean. """
+    figure.set_size_inches(8, 1.2 + 0.25 * len(gaps))
+    ax = figure.subplots()
+    looks = {FP4: ("fp4 forward", -0.15, {"color": COLOURS[1]}),
+             BF16: ("bf16 forward", 0.15, {"color": COLOURS[2], "fillstyle": "none"})}
+    for column, (kind, shift, look) in looks.items():
+        ax.plot([], [], "o", label=kind, **look)
+        for row, values in enumerate(by_column.get(column) for by_column in gaps.values()):
+            if values:
+                ax.plot(values, [row + shift] * len(values), "o", **look)
+                ax.plot(fmean(values), row + shift, "|", markersize=10, **look)
+    ax.plot([], [], "|", color="grey", markersize=10, label="mean")
+    ax.axvline(0, color="grey", linewidth=0.8)
+    ax.set_yticks(range(len(gaps)), map(plain, gaps))
+    ax.invert_yaxis()
+    ax.set(title=f"last validation loss minus that of {plain(reference)}", xlabel="nats per token")
+    ax.legend()
+
+
+def draw_curves(figure, lines: list[tuple[str, Run, Run | None]], reference: str):
+    """ The PANELS that have a curve, one above the other; a label has one colour. """
     found = []
     for title, y_unit, scale, kinds in PANELS:
         curves = [(kind, label, run.minus(base, column) if scale == "gap" else run.curve(column))
@@ -301,13 +322,32 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
     looks = {label: {"color": c, "marker": m} for label, c, m in zip(labels, cycle(COLOURS), cycle(MARKERS))}
     tokens = max(run.rows[-1]["tokens"] for _, run, _ in lines)
     unit, word = (1e9, "billions") if tokens >= 1e9 else (1e6, "millions")
-    figure = Figure((8, 0.8 + 2.4 * len(found) + 0.1 * len(labels)), layout="constrained")
+    figure.set_size_inches(8, 0.8 + 2.4 * len(found) + 0.1 * len(labels))
     axes = figure.subplots(len(found), sharex=True, squeeze=False)[:, 0]
     for ax, panel in zip(axes, found):
         draw_panel(ax, panel, looks, unit, tokens / 10)
     axes[-1].set_xlabel(f"training tokens, {word}")
     handles = [axes[0].plot([], [], label=plain(label), **look)[0] for label, look in looks.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2)
+
+
+def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path):
+    """ compare.png and compare.svg of (label, run, the run that its gap is to). """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlotError("figures need matplotlib: type pip install matplotlib")
+    # a matplotlibrc of the user's would change the bytes, and so would an SVG's random ids without a salt
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update({
+        "svg.hashsalt": "compare", "axes.titlelocation": "left", "axes.titlesize": "medium",
+        "axes.grid": True, "grid.alpha": 0.25, "legend.fontsize": "small", "lines.markersize": 4})
+    figure, gaps = Figure(layout="constrained"), last_gaps(lines)
+    if gaps and len({label for label, _, _ in lines}) > MANY:
+        draw_gaps(figure, gaps, reference)
+    else:
+        draw_curves(figure, lines, reference)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "compare.png", dpi=120, metadata={"Software": None})
     figure.savefig(folder / "compare.svg", metadata={"Date": None, "Creator": None})

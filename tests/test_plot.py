@@ -384,10 +384,34 @@ def test_figures_of_odd_runs(tmp_path, capsys):
     (start / "metrics.csv").write_text("step,tokens,seconds\n0,0,0\n")
     plot.main([str(start)])
     long = [make(tmp_path / "c" / f"tetrajet_full-olmo2_150m-lr3e-4-s{i}", seed=i) for i in range(20)]
+    plot.main([str(folder) for folder in long[: plot.MANY]])
     plot.main([str(folder) for folder in long])
     twins = [make(tmp_path / "x" / "same"), make(tmp_path / "y" / "same")]
     plot.main([str(folder) for folder in twins])
     assert {str(folder) for folder in twins} <= set(cells(capsys.readouterr().out))
+
+
+def test_many_names_are_drawn_by_their_gaps(experiment):
+    """ Catches: curves that hide each other, a first gap for the last, one seed for the mean, a wrong order. """
+    pytest.importorskip("matplotlib")
+    for seed, own in ((1, 0.0), (2, 5.0)):
+        make(experiment / f"bf16-s{seed}", 3.0 + own, seed=seed)
+        for i in range(plot.MANY):
+            make(experiment / f"run{i:02}-s{seed}", 3.5 - 0.03 * i + own * (1 if i else 1.2), seed=seed,
+                 bf16=3.25 + own, evals=(20, 30, 40), recipe="tetrajet_base", osci_tau=2.0 + i)
+    (experiment / "run03-s2" / "metrics.csv").write_text("step,tokens,seconds\n0,0,0\n")
+    (experiment / "run04-s1" / "metrics.csv").write_text("step,tokens,seconds\n0,0,0\n")
+    _, lines = plot.experiment(experiment)
+    gaps = plot.last_gaps(lines)
+    # the mean of run00, .5 and 1.5, is the largest, and the others follow their number backwards
+    assert list(gaps) == [f"run{i:02}" for i in range(plot.MANY - 1, -1, -1)]
+    assert gaps["run00"]["val_loss_fp4"] == pytest.approx([0.5, 1.5])
+    assert gaps["run03"]["val_loss_fp4"] == pytest.approx([0.41])
+    assert gaps["run05"]["val_loss_bf16"] == pytest.approx([0.25, 0.25])
+    plot.main([f"--results={experiment.parent}"])
+    words = shown(experiment / "compare.svg")
+    assert "last validation loss minus that of the bf16 run" in words and "training" not in words
+    assert words.index("run13") < words.index("run01") < words.index("run00") and "-- bf16 --" not in words
 
 
 def test_the_same_runs_give_the_same_bytes(experiment, tmp_path):
