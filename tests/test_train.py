@@ -701,7 +701,6 @@ def test_a_knob_added_since_does_not_end_old_runs(go):
     (["--recipe=quartet", "--outlier_frac=0.1"], "--recipe=tetrajet_full"),
     (["--recipe=tetrajet_base", "--osci=full", "--quantizers=1,3"], "add 2 to --quantizers"),
     (["--vocab_size=100"], "--vocab_size=0"),
-    (["--vocab_size=1_048_576", "--d_model=1_048_576"], "out of memory"),
     (["--data=nowhere"], "nowhere"),
     (["--seq_len=100000", "--batch_tokens=100000", "--eval_tokens=100000"], "tokens"),
     (["--device=cuda"], "--device=auto"),
@@ -720,6 +719,19 @@ def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
         go("r", *flags)
     err = capsys.readouterr().err
     assert error.value.code == 2 and says in err and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+def test_a_model_larger_than_memory_is_one_line_and_code_2(shards, tmp_path):
+    """ Catches: a traceback for want of memory. """
+    resource = pytest.importorskip("resource")
+
+    def terabyte():
+        # some systems promise any amount, and kill whoever uses it
+        resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))
+    run = subprocess.run(command(shards, tmp_path, "--vocab_size=1_048_576", "--d_model=1_048_576"),
+                         capture_output=True, text=True, preexec_fn=terabyte)
+    assert run.returncode == 2 and run.stderr.startswith("error: out of memory"), run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("osci", [osci for osci in CHOICES["osci"] if osci != "off"])
