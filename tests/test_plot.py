@@ -392,7 +392,7 @@ def test_figures_of_odd_runs(tmp_path, capsys):
 
 
 def test_many_names_are_drawn_by_their_gaps(experiment):
-    """ Catches: curves that hide each other, a first gap for the last, one seed for the mean, a wrong order. """
+    """ Catches: curves that hide each other, the first gap for the last, one seed for the mean, no order. """
     pytest.importorskip("matplotlib")
     for seed, own in ((1, 0.0), (2, 5.0)):
         make(experiment / f"bf16-s{seed}", 3.0 + own, seed=seed)
