@@ -450,6 +450,8 @@ def check(cfg: Config) -> Config:
     need(cfg.lr * cfg.weight_decay < 1,
          f"lr * weight_decay = {cfg.lr * cfg.weight_decay:.3g}, but a step can take at most all of a weight "
          "away: type a smaller weight_decay")
+    need(re.fullmatch(r"[\w.+-]+", cfg.recipe),
+         f"recipe = {short(repr(cfg.recipe))}: type the name of one in recipes.py, such as tetrajet_full")
     need(cfg.out != "", "out is empty: type a folder, such as --out=out")
     need(all(len(part.encode()) <= 255 for part in in_full(cfg.out).parts),
          f"out = {short(repr(cfg.out))}: type folders whose names have at most 255 bytes")

@@ -111,6 +111,25 @@ def copy(argv: list[str]) -> dict:
     return learned(state) if ranks.first else {}
 
 
+def damaged(argv: list[str]) -> str:
+    """ What each rank says of the checkpoint argv[0] with a NaN in a window, in a row of rank 1's. """
+    cfg = parse(argv[1:])
+    ranks, told = parallel.start(cfg, torch.device("cpu")), ""
+    trainer = train.Trainer(cfg, data.open_corpus(cfg.data))
+    trainer.share(ranks)
+    state = read_checkpoint(Path(argv[0])) if ranks.first else None
+    if ranks.first:
+        state["osci"]["windows"]["blocks.0.mlp.up"]["w"][-1, 0] = torch.nan
+    state = ranks.from_first(state)
+    try:
+        with ranks.together():
+            trainer.load(state)
+    except ConfigError as error:
+        told = str(error)
+    ranks.finish()
+    return told
+
+
 def own_gradient(argv: list[str]) -> list:
     """ The gradients of two recipes on the same tokens, of this rank alone. """
     grads = []
@@ -173,6 +192,7 @@ def done(shards, tmp_path_factory):    # noqa: F811
                 ("micro-fsdp", run, flags("micro-fsdp", *BF16, "--micro_batch=1", "--parallel=fsdp")),
                 ("tracked", tracked, flags("tracked", *BF16)),
                 ("mistakes", mistakes, flags("none")),
+                ("damaged", damaged, [checkpoint, *flags("copy", *UNEVEN, "--parallel=fsdp")]),
                 ("gradient", own_gradient, flags("none"))]
     for world, todo in jobs.items():
         todo = [(name, free_port(), what, argv) for name, what, argv in todo]
@@ -325,6 +345,12 @@ def test_a_mistake_of_one_rank_is_told_to_all(done):
     assert done("mistakes", 2) == [["rank 1: no such folder", ""]] * 2
 
 
+def test_a_nan_in_one_rank_s_rows_is_told_by_all(done):
+    """ Catches: rank 0, whose rows are sound, that goes on alone and waits for a rank that has ended. """
+    first, second = done("damaged", 2)
+    assert first == second and first.startswith("rank 1: ") and "of blocks.0.mlp.up holds a NaN" in first
+
+
 def test_only_rank_0_prints(done):
     assert [(done.out / f"printed-4-{rank}").read_text() for rank in (1, 2, 3)] == [""] * 3
 
@@ -455,6 +481,19 @@ def test_blocks_are_compiled_once_for_all():
         loss.backward()
         results.append((loss.detach(), *(p.grad for p in model.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*results)) and seen.frame_count == 3
+
+
+def test_another_launcher_is_told_of_torchrun(shards, tmp_path, monkeypatch, capsys):    # noqa: F811
+    """ Catches: eight programs that each train the whole run alone, since mpirun or a cluster started them. """
+    monkeypatch.setenv("RANK", "1")
+    train.main(tiny(shards, f"--out={tmp_path}", "--name=r", "--steps=1"))     # a RANK left over is nothing
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        train.main(tiny(shards, f"--out={tmp_path}", "--name=q"))
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and err.count("\n") == 1 and "torchrun did not" in err
+    assert not (tmp_path / "q").exists()
 
 
 @pytest.mark.parametrize("there", [{}, {"WORLD_SIZE": "two"}, {"WORLD_SIZE": "2"}])
