@@ -31,7 +31,7 @@ from types import SimpleNamespace
 
 import torch
 
-from config import EMA_WARMUP, FREE, Config, ConfigError, in_full, load, package, script, short
+from config import EMA_WARMUP, FREE, Config, ConfigError, in_full, load, need, package, script, short
 from data import Corpus, DataError, open_corpus
 from eval import (CHECKPOINT_FORMAT, MISFIT, autocast, build, check_native, check_tensors, checkpoints,
                   commit, first_line, idle, late_switch, newest_checkpoint, no_memory, pick_device, recipe_of,
@@ -706,7 +706,12 @@ def work(cfg: Config, run: Run, ranks: Ranks):
                 raise
             corpus = SimpleNamespace(vocab_size=cfg.vocab_size)
             missing = f"no data yet: {error}\n"
-        trainer = Trainer(cfg, corpus)
+        try:
+            trainer = Trainer(cfg, corpus)
+        except (MemoryError, RuntimeError) as error:
+            need(not no_memory(error), "out of memory for the weights alone: type a smaller --d_model, --d_ff, "
+                                       "--n_layer or --vocab_size")
+            raise
         # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
         if not cfg.dry_run:
             if cfg.wandb and ranks.first:

@@ -722,7 +722,7 @@ def test_a_mistake_is_one_line_and_code_2(go, capsys, flags, says):
 
 
 def test_a_model_larger_than_memory_is_one_line_and_code_2(shards, tmp_path):
-    """ Catches: a traceback for want of memory. """
+    """ Catches: a traceback for want of memory, advice to cut batches where the weights do not fit. """
     resource = pytest.importorskip("resource")
 
     def terabyte():
@@ -730,7 +730,7 @@ def test_a_model_larger_than_memory_is_one_line_and_code_2(shards, tmp_path):
         resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))
     run = subprocess.run(command(shards, tmp_path, "--vocab_size=1_048_576", "--d_model=1_048_576"),
                          capture_output=True, text=True, preexec_fn=terabyte)
-    assert run.returncode == 2 and run.stderr.startswith("error: out of memory"), run.stderr
+    assert run.returncode == 2 and run.stderr.startswith("error: out of memory for the weights"), run.stderr
     assert run.stderr.count("\n") == 1
 
 
