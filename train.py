@@ -709,8 +709,8 @@ def work(cfg: Config, run: Run, ranks: Ranks):
         try:
             trainer = Trainer(cfg, corpus)
         except (MemoryError, RuntimeError) as error:
-            need(not no_memory(error), "out of memory for the weights alone: type a smaller --d_model, --d_ff, "
-                                       "--n_layer or --vocab_size")
+            need(not no_memory(error), "out of memory for the weights alone: type a smaller --d_model, "
+                                       "--d_ff, --n_layer or --vocab_size")
             raise
         # what may be wrong with the data shows before an old run is touched, and not at the first evaluation
         if not cfg.dry_run:

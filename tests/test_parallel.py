@@ -484,7 +484,7 @@ def test_blocks_are_compiled_once_for_all():
 
 
 def test_another_launcher_is_told_of_torchrun(shards, tmp_path, monkeypatch, capsys):    # noqa: F811
-    """ Catches: eight programs that each train the whole run alone, since mpirun or a cluster started them. """
+    """ Catches: eight programs that each train the whole run alone, since something else started them. """
     monkeypatch.setenv("RANK", "1")
     train.main(tiny(shards, f"--out={tmp_path}", "--name=r", "--steps=1"))     # a RANK left over is nothing
     monkeypatch.setenv("WORLD_SIZE", "8")
