@@ -358,8 +358,17 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
 # the two uses
 
 
+SAME_SEED = "the bf16 run of the same seed"
+
+
+def by_seed(runs: list[Run]) -> list[tuple[str, Run, Run | None]]:
+    """ (label, run, the bf16 run of its seed), for draw(). """
+    return [(label, run, bf16_of(run, runs).get(run.config["seed"]))
+            for label, members in recipes(runs).items() for run in members]
+
+
 def compare(folders: list[Path], to: Path | None):
-    """ Any runs, with the first of them. """
+    """ Any runs, with the first of them; the figure of many runs, seed by seed if it can. """
     runs = [read_run(path) for folder in folders for path in runs_in(folder)]
     for run in runs:
         if not run.rows:
@@ -367,7 +376,10 @@ def compare(folders: list[Path], to: Path | None):
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
     print(compare_table(runs), end="\n\n")
-    draw([(run.name, run, runs[0]) for run in runs], runs[0].name, to or runs[0].folder.parent)
+    lines, reference = [(run.name, run, runs[0]) for run in runs], runs[0].name
+    if len(runs) > MANY and last_gaps(by_seed(runs)):
+        lines, reference = by_seed(runs), SAME_SEED
+    draw(lines, reference, to or runs[0].folder.parent)
 
 
 def experiment(folder: Path) -> tuple[str, list]:
@@ -387,8 +399,7 @@ def experiment(folder: Path) -> tuple[str, list]:
         parts.append(f"Unfinished, so not in the table: {', '.join(cut)}.")
     if begun:
         parts.append(f"![losses, gaps and speed]({folder.name}/compare.png)")
-    return "\n\n".join(parts), [(label, run, bf16_of(run, begun).get(run.config["seed"]))
-                                for label, members in recipes(begun).items() for run in members]
+    return "\n\n".join(parts), by_seed(begun)
 
 
 def results(root: Path):
@@ -409,7 +420,7 @@ def results(root: Path):
              and ((folder / "about.md").exists() or not (folder / "runs.csv").exists())}
     for folder, (_, lines) in found.items():
         if lines:
-            draw(lines, "the bf16 run of the same seed", folder)
+            draw(lines, SAME_SEED, folder)
     sections = [section for section, _ in found.values()]
     text = "\n\n".join([before + BEGIN, LEGEND, *sections, END + rest.partition(END)[2]])
     readme.write_text(text, encoding="utf-8", newline="\n")

@@ -409,9 +409,16 @@ def test_many_names_are_drawn_by_their_gaps(experiment):
     assert gaps["run03"]["val_loss_fp4"] == pytest.approx([0.41])
     assert gaps["run05"]["val_loss_bf16"] == pytest.approx([0.25, 0.25])
     plot.main([f"--results={experiment.parent}"])
+    svg = (experiment / "compare.svg").read_bytes()
     words = shown(experiment / "compare.svg")
     assert "last validation loss minus that of the bf16 run" in words and "training" not in words
     assert words.index("run13") < words.index("run01") < words.index("run00") and "-- bf16 --" not in words
+    # and the same figure of the sweep's folder, not the gaps of seed 2 to seed 1
+    for torn in ("run03-s2", "run04-s1"):
+        shutil.rmtree(experiment / torn)
+    (experiment / "compare.svg").unlink()
+    plot.main([str(experiment)])
+    assert (experiment / "compare.svg").read_bytes() == svg
 
 
 def test_the_same_runs_give_the_same_bytes(experiment, tmp_path):
