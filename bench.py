@@ -204,11 +204,11 @@ class Report:
     def say(self, text: str):
         print(text + "\n", flush=True)
         self.text.append(text)
-        self.unfinished = []
+        self.unfinished = [table for table in self.unfinished if table != text]
         self.save()
 
     def so_far(self, *tables: str):
-        """ Tables that still grow. bench.md has them until the next say(), or for good if none comes. """
+        """ Tables that still grow, for bench.md: all that it has of them if a limit comes before say(). """
         self.unfinished = list(tables)
         self.save()
 

@@ -322,6 +322,15 @@ def load(argv: list[str]) -> Config:
         raise SystemExit(2)
 
 
+def no_other_launcher():
+    """ ConfigError if mpirun, say, and not torchrun has started several processes: each would train all. """
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        size = os.environ.get(name) or "1"
+        need(size == "1" or "TORCHELASTIC_RUN_ID" in os.environ,
+             f"{name} is {short(size)}, but torchrun did not start this program: type torchrun "
+             f"--nproc_per_node=GPUS train.py ..., or `unset {name}` to train alone")
+
+
 def in_full(path: str | Path) -> Path:
     """ The path with a leading ~ or ~user in full. """
     try:
@@ -450,7 +459,7 @@ def check(cfg: Config) -> Config:
     need(cfg.lr * cfg.weight_decay < 1,
          f"lr * weight_decay = {cfg.lr * cfg.weight_decay:.3g}, but a step can take at most all of a weight "
          "away: type a smaller weight_decay")
-    need(re.fullmatch(r"[\w.+-]+", cfg.recipe),
+    need(cfg.recipe and not set(cfg.recipe) & set("/\\") and len(cfg.recipe.encode()) <= 100,
          f"recipe = {short(repr(cfg.recipe))}: type the name of one in recipes.py, such as tetrajet_full")
     need(cfg.out != "", "out is empty: type a folder, such as --out=out")
     need(all(len(part.encode()) <= 255 for part in in_full(cfg.out).parts),

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import Config, ConfigError, check_share
+from config import Config, ConfigError, check_share, no_other_launcher
 from data import DataError
 
 # Rank 0 saves and starts up while the others wait for it: long enough for a slow disk and a compiler
@@ -82,11 +82,8 @@ def start(cfg: Config, device: torch.device) -> "Ranks":
     if elastic() and not launched():
         raise ConfigError("TORCHELASTIC_RUN_ID is set, and other variables of torchrun's are not: start with "
                           "torchrun, or type `unset TORCHELASTIC_RUN_ID`")
-    world = os.environ.get("WORLD_SIZE", "1")
-    if not elastic() and world != "1":
-        raise ConfigError(f"WORLD_SIZE is {world}, but torchrun did not start this program: type torchrun "
-                          f"--nproc_per_node=GPUS train.py ..., or `unset WORLD_SIZE` to train alone")
-    if not launched() or world == "1":
+    no_other_launcher()
+    if not launched() or os.environ["WORLD_SIZE"] == "1":
         return ALONE
     rank, world, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_share(cfg, world)

@@ -3,7 +3,9 @@ Figures and tables from the folders of runs. Every number comes from a metrics.c
 
     python plot.py out/bf16-s1 out/tetrajet_full-s1   compare runs with the first of them: print a table and
                                                       write out/compare.png and .svg; --to=DIR for elsewhere
-    python plot.py out/quickstart                     ... of all runs of a sweep
+    python plot.py out/quickstart                     ... of all runs of a sweep. Of many runs the figure
+                                                      compares each with the bf16 run of its seed; of many
+                                                      names, by the last gaps alone
     python plot.py --results=results                  write the tables of results/README.md and the figures
 
 What --results reads and writes:
@@ -196,7 +198,8 @@ def spread(values: list[float], sign: str = "") -> str:
         return "-"
     # + 0.0 makes 0.0 of -0.0, which would print as -0.0000
     mean = f"{round(fmean(values), 4) + 0.0:{sign}.4f}"
-    return mean + (f" +- {stdev(values):.4f}" if len(values) > 1 else "")
+    # stdev() of an inf is a traceback
+    return mean + (f" +- {stdev(values):.4f}" if len(values) > 1 and all(map(math.isfinite, values)) else "")
 
 
 def head(first: list[str], base: str) -> list[str]:
@@ -280,30 +283,44 @@ def plain(name: str) -> str:
 
 
 def last_gaps(lines: list[tuple[str, Run, Run | None]]) -> dict[str, dict[str, list[float]]]:
-    """ Label -> column -> the last gap of each run that has one; the label with the smallest mean first. """
+    """
+    Label -> column -> the gap of each of its runs, nan where training or the base's has not got there, or has
+    diverged; the label with the smallest mean first. That of the bases is left out.
+    """
     found = {}
     for label, run, base in lines:
-        for column in FP4, BF16:
-            for gap in list(run.minus(base, column).values())[-1:]:
-                found.setdefault(label, {}).setdefault(column, []).append(gap)
-    return dict(sorted(found.items(), key=lambda item: fmean(item[1].get(FP4, [math.inf]))))
+        end = run.last()["tokens"] if run.finished() else math.inf
+        for column in (FP4, BF16) if run is not base else ():
+            gap = run.minus(base, column).get(end, math.nan)
+            found.setdefault(label, {}).setdefault(column, []).append(gap if math.isfinite(gap) else math.nan)
+    return dict(sorted(found.items(), key=lambda item: mean(item[1][FP4])))
+
+
+def mean(values: list[float]) -> float:
+    """ Of those that are numbers; inf if none is. """
+    return fmean([x for x in values if x == x] or [math.inf])
 
 
 def draw_gaps(figure, gaps: dict[str, dict[str, list[float]]], reference: str):
     """ A row for each label of last_gaps(): a dot for each run, and a bar at their mean. """
     figure.set_size_inches(8, 1.2 + 0.25 * len(gaps))
-    ax = figure.subplots()
+    ax, names = figure.subplots(), []
     looks = {FP4: ("fp4 forward", -0.15, {"color": COLOURS[1]}),
              BF16: ("bf16 forward", 0.15, {"color": COLOURS[2], "fillstyle": "none"})}
-    for column, (kind, shift, look) in looks.items():
+    for row, (label, by_column) in enumerate(gaps.items()):
+        for column, (_, shift, look) in looks.items():
+            values = by_column[column]
+            ax.plot(values, [row + shift] * len(values), "o", **look)
+            if mean(values) < math.inf:
+                ax.plot(mean(values), row + shift, "|", markersize=10, **look)
+        runs, there = len(by_column[FP4]), sum(x == x for x in by_column[FP4])
+        names.append(plain(label if len(label) <= 40 else label[:39] + "\u2026")
+                     + (f", {there} of {runs}" if there < runs else ""))
+    for kind, _, look in looks.values():
         ax.plot([], [], "o", label=kind, **look)
-        for row, values in enumerate(by_column.get(column) for by_column in gaps.values()):
-            if values:
-                ax.plot(values, [row + shift] * len(values), "o", **look)
-                ax.plot(fmean(values), row + shift, "|", markersize=10, **look)
     ax.plot([], [], "|", color="grey", markersize=10, label="mean")
     ax.axvline(0, color="grey", linewidth=0.8)
-    ax.set_yticks(range(len(gaps)), map(plain, gaps))
+    ax.set_yticks(range(len(gaps)), names)
     ax.invert_yaxis()
     ax.set(title=f"last validation loss minus that of {plain(reference)}", xlabel="nats per token")
     ax.legend()
@@ -344,7 +361,7 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
         "svg.hashsalt": "compare", "axes.titlelocation": "left", "axes.titlesize": "medium",
         "axes.grid": True, "grid.alpha": 0.25, "legend.fontsize": "small", "lines.markersize": 4})
     figure, gaps = Figure(layout="constrained"), last_gaps(lines)
-    if gaps and len({label for label, _, _ in lines}) > MANY:
+    if len(gaps) > MANY and any(mean(gap[FP4]) < math.inf for gap in gaps.values()):
         draw_gaps(figure, gaps, reference)
     else:
         draw_curves(figure, lines, reference)
@@ -377,7 +394,7 @@ def compare(folders: list[Path], to: Path | None):
         runs = [replace(run, name=str(run.folder)) for run in runs]
     print(compare_table(runs), end="\n\n")
     lines, reference = [(run.name, run, runs[0]) for run in runs], runs[0].name
-    if len(runs) > MANY and last_gaps(by_seed(runs)):
+    if len(runs) > MANY and any(base for _, _, base in by_seed(runs)):
         lines, reference = by_seed(runs), SAME_SEED
     draw(lines, reference, to or runs[0].folder.parent)
 
@@ -398,7 +415,7 @@ def experiment(folder: Path) -> tuple[str, list]:
     if cut:
         parts.append(f"Unfinished, so not in the table: {', '.join(cut)}.")
     if begun:
-        parts.append(f"![losses, gaps and speed]({folder.name}/compare.png)")
+        parts.append(f"![these runs]({folder.name}/compare.png)")
     return "\n\n".join(parts), by_seed(begun)
 
 

@@ -331,7 +331,7 @@ def test_step_rows_on_a_cpu(tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "bench.json").read_text())["rows"]) == 2
 
 
-def test_what_is_cut_off_has_its_table(tmp_path, monkeypatch):
+def test_what_is_cut_off_has_its_table(tmp_path, monkeypatch, capsys):
     """ Catches: an hour of measuring, ended by a limit, whose bench.md has no numbers; a lost row. """
     args = args_of("step", tmp_path, "--recipes=bf16,tetrajet_full", "--sizes=370m", "--modes=eager")
     monkeypatch.setattr(bench, "pick_device", lambda args: torch.device("cuda"))
@@ -349,9 +349,21 @@ def test_what_is_cut_off_has_its_table(tmp_path, monkeypatch):
         bench.bench_step(args)
     whole = [line for line in (tmp_path / "bench.md").read_text().splitlines() if line.startswith("| 370m")]
     assert [line.split("|")[3].strip() for line in whole] == ["bf16", "tetrajet_full", "tetrajet_full"]
-    monkeypatch.setattr(bench, "step_rows", lambda *args: [(row, [])])
+
+    def rows(args, report, device, size, *rest):
+        for recipe in ("bf16", "tetrajet_base", "tetrajet_full"):
+            about = [size, "eager", recipe, "-"]
+            osci = () if recipe == "bf16" else ("topk", "full")
+            yield [*about, *range(7)], [[*about, mode, *range(5)] for mode in osci]
+    monkeypatch.setattr(bench, "step_rows", rows)
+    capsys.readouterr()
     bench.bench_step(args_of("step", tmp_path, "--overwrite", "--sizes=370m,70m", "--modes=eager"))
-    assert (tmp_path / "bench.md").read_text().count("| 370m") == 2     # each table once
+    text = (tmp_path / "bench.md").read_text()
+    assert text.strip() == capsys.readouterr().out.strip()
+    tables = [[line.split("|")[3].strip() for line in part.splitlines()[2:]]
+              for part in text.split("\n\n") if part.startswith("|")]
+    assert tables == 2 * [["bf16", "tetrajet_base", "tetrajet_full"],
+                          ["tetrajet_base", "tetrajet_base", "tetrajet_full", "tetrajet_full"]]
 
 
 def test_each_size_is_a_config_of_one_step():

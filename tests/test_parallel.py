@@ -23,6 +23,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import data
 import parallel
 import tracker
+import sweep
 import train
 from config import ConfigError, check_share, parse
 from eval import build, read_checkpoint
@@ -483,17 +484,35 @@ def test_blocks_are_compiled_once_for_all():
     assert all(torch.equal(a, b) for a, b in zip(*results)) and seen.frame_count == 3
 
 
-def test_another_launcher_is_told_of_torchrun(shards, tmp_path, monkeypatch, capsys):    # noqa: F811
-    """ Catches: eight programs that each train the whole run alone, since something else started them. """
-    monkeypatch.setenv("RANK", "1")
-    train.main(tiny(shards, f"--out={tmp_path}", "--name=r", "--steps=1"))     # a RANK left over is nothing
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as error:
-        train.main(tiny(shards, f"--out={tmp_path}", "--name=q"))
-    err = capsys.readouterr().err
-    assert error.value.code == 2 and err.count("\n") == 1 and "torchrun did not" in err
-    assert not (tmp_path / "q").exists()
+@pytest.mark.parametrize("name, size", [("WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_SIZE", "8"),
+                                        ("PMI_SIZE", "8")])
+def test_another_launcher_is_told_of_torchrun(shards, tmp_path, monkeypatch, capsys,    # noqa: F811
+                                              name, size):
+    """
+    Catches: eight programs that each train the whole run alone, since something else started them; a sweep
+    whose runs all fail of that.
+    """
+    runs = tmp_path / "list.txt"
+    runs.write_text("a | --steps=1 | 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, size)
+    for main, argv in ((train.main, tiny(shards, "--out=out", "--name=q")), (sweep.main, [str(runs)])):
+        try:
+            code = main(argv)
+        except SystemExit as end:
+            code = end.code
+        err = capsys.readouterr().err
+        assert code == 2 and err.startswith(f"error: {name} is {size}, but torchrun did not"), err
+        assert err.count("\n") == 1 and f"unset {name}" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["list.txt"]
+
+
+@pytest.mark.parametrize("name, value", [("RANK", "1"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "1")])
+def test_what_is_left_over_and_says_nothing(shards, tmp_path, monkeypatch, name, value):    # noqa: F811
+    """ Catches: a run refused for a variable that names no second process. """
+    monkeypatch.setenv(name, value)
+    train.main(tiny(shards, f"--out={tmp_path}", "--name=r", "--steps=1"))
+    assert (tmp_path / "r" / "metrics.csv").exists()
 
 
 @pytest.mark.parametrize("there", [{}, {"WORLD_SIZE": "two"}, {"WORLD_SIZE": "2"}])

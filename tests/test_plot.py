@@ -391,34 +391,84 @@ def test_figures_of_odd_runs(tmp_path, capsys):
     assert {str(folder) for folder in twins} <= set(cells(capsys.readouterr().out))
 
 
-def test_many_names_are_drawn_by_their_gaps(experiment):
-    """ Catches: curves that hide each other, the first gap for the last, one seed for the mean, no order. """
-    pytest.importorskip("matplotlib")
+def many(experiment: Path) -> Path:
+    """ 15 names with seeds 1 and 2, run00 to run14; the gap of each is .03 smaller than that before it. """
     for seed, own in ((1, 0.0), (2, 5.0)):
         make(experiment / f"bf16-s{seed}", 3.0 + own, seed=seed)
-        for i in range(plot.MANY):
+        for i in range(15):
+            # of run00 the second seed has the larger gap; 10 tokens earlier, all gaps are larger by 1
             make(experiment / f"run{i:02}-s{seed}", 3.5 - 0.03 * i + own * (1 if i else 1.2), seed=seed,
                  bf16=3.25 + own, evals=(20, 30, 40), recipe="tetrajet_base", osci_tau=2.0 + i)
-    (experiment / "run03-s2" / "metrics.csv").write_text("step,tokens,seconds\n0,0,0\n")
-    (experiment / "run04-s1" / "metrics.csv").write_text("step,tokens,seconds\n0,0,0\n")
-    _, lines = plot.experiment(experiment)
+    return experiment
+
+
+def test_the_last_gaps_of_many_names(experiment):
+    """
+    Catches: a first gap for the last, that of an unfinished run, one seed for the mean, an order that a NaN
+    upsets, a name without a gap that is left out.
+    """
+    many(experiment)
+    for i, loss in ((13, "nan"), (4, "inf")):
+        path = experiment / f"run{i:02}-s1" / "metrics.csv"
+        *rows, last = path.read_text().splitlines()
+        last = last.split(",")
+        last[rows[0].split(",").index("val_loss_fp4")] = loss
+        path.write_text("\n".join([*rows, ",".join(last)]) + "\n")
+    rows = (experiment / "run03-s2" / "metrics.csv").read_text().splitlines()
+    for name in ("run03-s2", "run12-s1", "run12-s2"):       # stopped at step 20
+        (experiment / name / "metrics.csv").write_text("\n".join(rows[:6]) + "\n")
+    section, lines = plot.experiment(experiment)
+    assert cells(section)["run04"][1] == "inf"
     gaps = plot.last_gaps(lines)
     # the mean of run00, .5 and 1.5, is the largest, and the others follow their number backwards
-    assert list(gaps) == [f"run{i:02}" for i in range(plot.MANY - 1, -1, -1)]
-    assert gaps["run00"]["val_loss_fp4"] == pytest.approx([0.5, 1.5])
-    assert gaps["run03"]["val_loss_fp4"] == pytest.approx([0.41])
+    assert list(gaps) == [f"run{i:02}" for i in range(14, -1, -1) if i != 12] + ["run12"]
+    nan = pytest.approx(float("nan"), nan_ok=True)
+    fp4 = {name: gap["val_loss_fp4"] for name, gap in gaps.items()}
+    assert fp4["run00"] == pytest.approx([0.5, 1.5]) and fp4["run05"] == pytest.approx([0.35, 0.35])
+    assert fp4["run03"] == [pytest.approx(0.41), nan] and fp4["run12"] == [nan, nan]
+    assert fp4["run13"] == [nan, pytest.approx(0.11)] and fp4["run04"] == [nan, pytest.approx(0.38)]
     assert gaps["run05"]["val_loss_bf16"] == pytest.approx([0.25, 0.25])
+
+
+def test_the_figure_of_the_last_gaps():
+    """ Catches: a dot in another row, or not at its gap; a mean of one seed; the best at the bottom. """
+    Figure = pytest.importorskip("matplotlib.figure").Figure
+    nan, figure = float("nan"), Figure()
+    plot.draw_gaps(figure, {"a$b$": {"val_loss_fp4": [0.1, 0.3], "val_loss_bf16": [0.2, 0.6]},
+                            "c": {"val_loss_fp4": [nan, 0.5], "val_loss_bf16": [nan, nan]},
+                            "d" * 41: {"val_loss_fp4": [nan], "val_loss_bf16": [nan]}}, "bf16")
+    ax, = figure.axes
+    drawn = [(line.get_marker(), round(y), round(float(x), 9), line.get_fillstyle()) for line in ax.lines
+             if line.get_marker() in ("o", "|") for x, y in zip(line.get_xdata(), line.get_ydata()) if x == x]
+    assert drawn == [("o", 0, 0.1, "full"), ("o", 0, 0.3, "full"), ("|", 0, 0.2, "full"),
+                     ("o", 0, 0.2, "none"), ("o", 0, 0.6, "none"), ("|", 0, 0.4, "none"),
+                     ("o", 1, 0.5, "full"), ("|", 1, 0.5, "full")]
+    names = [text.get_text() for text in ax.get_yticklabels()]
+    assert names == [r"a\$b\$", "c, 1 of 2", 39 * "d" + "\u2026, 0 of 1"]
+    assert ax.yaxis_inverted() and [0, 0] in [list(line.get_xdata()) for line in ax.lines]
+
+
+def test_many_names_are_drawn_by_their_gaps(experiment):
+    """ Catches: curves that hide each other, fourteen names without their curves, a gap to another seed. """
+    pytest.importorskip("matplotlib")
+    many(experiment)
     plot.main([f"--results={experiment.parent}"])
     svg = (experiment / "compare.svg").read_bytes()
     words = shown(experiment / "compare.svg")
     assert "last validation loss minus that of the bf16 run" in words and "training" not in words
-    assert words.index("run13") < words.index("run01") < words.index("run00") and "-- bf16 --" not in words
-    # and the same figure of the sweep's folder, not the gaps of seed 2 to seed 1
-    for torn in ("run03-s2", "run04-s1"):
-        shutil.rmtree(experiment / torn)
+    assert "-- run14 --" in words and "-- bf16 --" not in words
     (experiment / "compare.svg").unlink()
     plot.main([str(experiment)])
     assert (experiment / "compare.svg").read_bytes() == svg
+    for seed in (1, 2):
+        shutil.rmtree(experiment / f"run14-s{seed}")
+    plot.main([str(experiment)])
+    words = shown(experiment / "compare.svg")
+    assert "training and validation loss" in words and "-- run13 --" in words
+    for seed in (1, 2):
+        shutil.rmtree(experiment / f"bf16-s{seed}")
+    plot.main([str(experiment)])            # 28 runs, and no bf16 among them: to the first, each by itself
+    assert "minus that of run00-s1" in shown(experiment / "compare.svg")
 
 
 def test_the_same_runs_give_the_same_bytes(experiment, tmp_path):

@@ -697,6 +697,8 @@ def test_a_knob_added_since_does_not_end_old_runs(go):
 
 @pytest.mark.parametrize("flags, says", [
     (["--recipe=tetrajet_ful"], "did you mean tetrajet_full"),
+    (["--recipe=configs/quartet.py"], "type the name of one in recipes.py"), (["--recipe="], "recipes.py"),
+    (["--recipe=" + 300 * "a"], "type the name of one in recipes.py"),
     (["--recipe=tetrajet_base", "--outlier_frac=0.1"], "--outlier_format=mxfp8"),
     (["--recipe=quartet", "--outlier_frac=0.1"], "--recipe=tetrajet_full"),
     (["--recipe=tetrajet_base", "--osci=full", "--quantizers=1,3"], "add 2 to --quantizers"),
@@ -727,7 +729,8 @@ def test_a_model_larger_than_memory_is_one_line_and_code_2(shards, tmp_path):
 
     def terabyte():
         # some systems promise any amount, and kill whoever uses it
-        resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (2**40 if hard == resource.RLIM_INFINITY else hard, hard))
     run = subprocess.run(command(shards, tmp_path, "--vocab_size=1_048_576", "--d_model=1_048_576"),
                          capture_output=True, text=True, preexec_fn=terabyte)
     assert run.returncode == 2 and run.stderr.startswith("error: out of memory for the weights"), run.stderr
