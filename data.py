@@ -197,7 +197,8 @@ class Stream:
         """ Windows in an epoch. DataError if the stream is shorter than one sequence. """
         if self.n_tokens < seq_len + 1:
             raise DataError(f"{self.paths[0]}: {self.n_tokens:,} tokens in all, and a sequence has "
-                            f"{seq_len + 1:,}; lower seq_len or get more data, e.g. {FETCH}")
+                            f"{seq_len + 1:,}; lower seq_len or get more data, e.g. {FETCH}; of text of your "
+                            "own, data.py can hold out more: --val=0.1")
         return -(-self.n_tokens // seq_len)
 
     def whole_windows(self, seq_len: int) -> int:

@@ -3,9 +3,8 @@ Figures and tables from the folders of runs. Every number comes from a metrics.c
 
     python plot.py out/bf16-s1 out/tetrajet_full-s1   compare runs with the first of them: print a table and
                                                       write out/compare.png and .svg; --to=DIR for elsewhere
-    python plot.py out/quickstart                     ... of all runs of a sweep. Of many runs the figure
-                                                      compares each with the bf16 run of its seed; of many
-                                                      names, by the last gaps alone
+    python plot.py out/quickstart                     compare all runs of a sweep, each with the bf16 run of
+                                                      its seed; many names by their last gaps alone
     python plot.py --results=results                  write the tables of results/README.md and the figures
 
 What --results reads and writes:
@@ -219,13 +218,13 @@ def cells(runs: list[Run], gap: str) -> list[str]:
     return [fp4, spread([row[BF16] for row in rows]), gap, tokens, speed]
 
 
-def compare_table(runs: list[Run]) -> str:
-    """ A row per run; its gap is to the first run after as many tokens. """
-    rows = [head(["run"], runs[0].name)]
-    for run in runs:
-        gaps = run.minus(runs[0], FP4)
+def compare_table(lines: list[tuple[str, Run, Run | None]], reference: str) -> str:
+    """ A row per run; its gap is to its base after as many tokens. """
+    rows = [head(["run"], reference)]
+    for _, run, base in lines:
+        gaps = run.minus(base, FP4)
         gap = spread([gaps[t] for t in [run.last().get("tokens")] if t in gaps], "+")
-        rows.append([run.name, *cells([run], "0" if run is runs[0] else gap)])
+        rows.append([run.name, *cells([run], "0" if run is base else gap)])
     return markdown(rows)
 
 
@@ -385,17 +384,17 @@ def by_seed(runs: list[Run]) -> list[tuple[str, Run, Run | None]]:
 
 
 def compare(folders: list[Path], to: Path | None):
-    """ Any runs, with the first of them; the figure of many runs, seed by seed if it can. """
+    """ Any runs, with the first of them; those of a sweep, if it has bf16 runs, with that of their seed. """
     runs = [read_run(path) for folder in folders for path in runs_in(folder)]
     for run in runs:
         if not run.rows:
             raise PlotError(f"{run.folder / 'metrics.csv'} has no rows: the run has logged nothing yet")
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
-    print(compare_table(runs), end="\n\n")
-    lines, reference = [(run.name, run, runs[0]) for run in runs], runs[0].name
-    if len(runs) > MANY and any(base for _, _, base in by_seed(runs)):
-        lines, reference = by_seed(runs), SAME_SEED
+    lines, reference = by_seed(runs), SAME_SEED
+    if len(folders) > 1 or all(base in (None, run) for _, run, base in lines):
+        lines, reference = [(run.name, run, runs[0]) for run in runs], runs[0].name
+    print(compare_table(lines, reference), end="\n\n")
     draw(lines, reference, to or runs[0].folder.parent)
 
 

@@ -314,7 +314,7 @@ def stop(runs: list[Run]):
                 run.process.wait(10)
     for run in runs:
         look(run)
-        run.error = run.error or ("" if run.values else "stopped; the same command continues it")
+        run.error = run.error or ("" if run.values else "stopped; the same command goes on with it")
 
 
 def run_all(runs: list[Run], jobs: int, record) -> int:

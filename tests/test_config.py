@@ -15,9 +15,10 @@ import torch
 import config
 from config import Config, ConfigError, parse
 from model import GPT
+from shipped import shipped
 
 ROOT = Path(config.__file__).parent
-FILES = sorted((ROOT / "configs").glob("*.py"))
+FILES = shipped("configs/*.py")
 RECIPE_FILES = [p for p in FILES if "recipe" in config.read_file(str(p))]
 SIZE_FILES = [p for p in FILES if "n_layer" in config.read_file(str(p))]
 

@@ -23,13 +23,14 @@ import sweep
 import train
 from config import Config
 from recipes import RECIPES, table
+from shipped import shipped
 from test_train import shards, tiny  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)    # (language, text) of each
 SOURCES = sorted(path for folder in (".", ".ci", "configs", "sweeps", "tests")
-                 for path in (ROOT / folder).glob("*") if path.is_file()
+                 for path in shipped(f"{folder}/*") if path.is_file()
                  and (path.suffix in (".py", ".md", ".txt", ".ini") or path.name == "run"))
 
 
@@ -148,7 +149,7 @@ def test_config_files_exist():
     for path in re.findall(r"configs/\w+\.py", README):
         assert (ROOT / path).exists(), path
     tour = re.search(r"^configs/ .*\n(?: .*\n)+", README, re.MULTILINE)[0]
-    for path in (ROOT / "configs").glob("*.py"):
+    for path in shipped("configs/*.py"):
         assert re.search(rf"\b{path.stem}\b", tour), f"{path.name} is not in the tour of the files"
 
 
@@ -162,7 +163,7 @@ def test_the_tour_is_complete():
     names = [line.split()[0] for line in tour.splitlines() if not line.startswith(" ")]
     for name in names:
         assert (ROOT / name).exists(), name
-    assert {path.name for path in ROOT.glob("*.py")} <= set(names)
+    assert {path.name for path in shipped("*.py")} <= set(names)
 
 
 # -----------------------------------------------------------------------------

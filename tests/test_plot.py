@@ -191,7 +191,7 @@ def test_comparison_is_at_equal_tokens(tmp_path):
     a, b, c, d = runs = [plot.read_run(folder) for folder in runs]
     assert b.minus(a, "val_loss_fp4") == {2000: -1.5} and c.minus(a, "val_loss_fp4") == {}
     assert a.minus(a, "val_loss_fp4") == {}, "a run has no distance from itself to draw"
-    assert cells(plot.compare_table(runs)) == {
+    assert cells(plot.compare_table([(run.name, run, a) for run in runs], "a")) == {
         "a": ["-", "3.0000", "0", "4,000", "1,000"],
         "b": ["2.5000", "2.4000", "-1.5000", "2,000 of 4,000", "1"],
         "c": ["2.5000", "2.5000", "-", "3,000 of 4,000", "1,000"],
@@ -270,6 +270,22 @@ def test_the_folder_of_a_sweep_is_its_runs(tmp_path, capsys):
     assert "bf16-s1" in out and "full-s1" in out and (tmp_path / "sweep" / "compare.png").exists()
     (tmp_path / "empty").mkdir()
     assert "no config.json" in fails(capsys, tmp_path / "empty")
+
+
+def test_the_runs_of_a_sweep_are_compared_seed_by_seed(tmp_path, capsys):
+    """ Catches: gaps of seed 2 to seed 1, gaps to whatever name comes first. """
+    pytest.importorskip("matplotlib")
+    for seed, bf16, base in ((1, 3.0, 3.25), (2, 4.0, 4.5)):
+        make(tmp_path / "sweep" / f"base-s{seed}", base, seed=seed, recipe="tetrajet_base")
+        make(tmp_path / "sweep" / f"bf16-s{seed}", bf16, seed=seed)
+    plot.main([str(tmp_path / "sweep")])
+    out = capsys.readouterr().out
+    assert "gap to the bf16 run of the same seed" in out
+    assert {name: row[2] for name, row in cells(out).items()} == {
+        "bf16-s1": "0", "bf16-s2": "0", "base-s1": "+0.2500", "base-s2": "+0.5000"}
+    # typed one by one, they are compared with the first
+    plot.main([str(tmp_path / "sweep" / name) for name in ("base-s1", "bf16-s1")])
+    assert cells(capsys.readouterr().out)["bf16-s1"][2] == "-0.2500"
 
 
 def test_names_that_mean_something_elsewhere(tmp_path, capsys):
@@ -467,7 +483,7 @@ def test_many_names_are_drawn_by_their_gaps(experiment):
     assert "training and validation loss" in words and "-- run13 --" in words
     for seed in (1, 2):
         shutil.rmtree(experiment / f"bf16-s{seed}")
-    plot.main([str(experiment)])            # 28 runs, and no bf16 among them: to the first, each by itself
+    plot.main([str(experiment)])            # no bf16 among them: to the first, each by itself
     assert "minus that of run00-s1" in shown(experiment / "compare.svg")
 
 

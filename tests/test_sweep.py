@@ -19,6 +19,7 @@ import pytest
 
 import config
 import sweep
+from shipped import shipped
 from test_train import shards, tiny      # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,7 +211,7 @@ def test_a_run_s_own_flag_wins_over_all(tmp_path):
 def test_the_lists_that_come_with_it(monkeypatch):
     """ Catches: a renamed knob or config file. """
     monkeypatch.chdir(ROOT)
-    for path in (ROOT / "sweeps").iterdir():
+    for path in shipped("sweeps/*"):
         runs = sweep.read_list(path)
         assert f"sweeps/{path.name} " in path.read_text() and len(runs) > 1
 
@@ -350,7 +351,7 @@ def test_ctrl_c_leaves_no_child(place, number):
     assert code == 128 + number and not err
     wait_for(lambda: not any(map(alive, pids)))
     assert [(row["status"], row["error"]) for row in rows(place)] == [
-        ("done", ""), *[("missing", "stopped; the same command continues it")] * 2]
+        ("done", ""), *[("missing", "stopped; the same command goes on with it")] * 2]
     (place / "go").touch()
     assert go(place, text)[0] == 0
     assert [name for name, _ in events(place, "end")] == ["a-s1", "wait-s1", "wait-s2"]
