@@ -243,7 +243,10 @@ def read_file(path: str) -> dict:
     """ The assignments of one config file. """
     values, line = {}, 1
     try:
-        for node in ast.parse(typed(path)).body:
+        text = typed(path)
+        if b"\0" in text:       # of which some versions of Python say SyntaxError, and others ValueError
+            raise SyntaxError
+        for node in ast.parse(text).body:
             line = node.lineno
             match node:
                 case ast.Expr(value=ast.Constant(value=str())):
@@ -263,7 +266,7 @@ def read_file(path: str) -> dict:
         hint = f"did you mean {ours[near[0]]}?" if near else "type configs/NAME.py, or --KNOB=VALUE"
         raise ConfigError(f"cannot read {short(repr(path))}: {error.strerror}; {hint}")
     except SyntaxError as error:
-        if not error.lineno:    # a NUL, or an encoding that Python does not know
+        if not error.lineno:    # an encoding that Python does not know, too
             raise ConfigError(f"{path}: not a text file of Python assignments")
         raise ConfigError(f"{path}:{error.lineno}: {error.msg}")
     except (ValueError, ArithmeticError, RecursionError, MemoryError) as error:

@@ -847,7 +847,8 @@ def _turn_back(grad: Tensor, signs: Tensor | None, turned: bool, trust: Tensor, 
 def _gemm(a: Tensor, b: Tensor, rounded: bool, dtype: torch.dtype) -> Tensor:
     """
     a (M, S) @ b (N, S)^T -> (M, N), summed in float32. Where neither operand was touched (rounded is False)
-    this is the very matmul that nn.Linear would run, in the compute dtype.
+    this is the matmul that nn.Linear would run, in the compute dtype; of operands that are laid out otherwise
+    in dW, which some CPUs add up in another order.
     """
     # autocast is still on inside a custom op: left alone, it would cast the rounded operands to bf16
     with torch.autocast(a.device.type, enabled=False):
