@@ -325,15 +325,6 @@ def load(argv: list[str]) -> Config:
         raise SystemExit(2)
 
 
-def no_other_launcher():
-    """ ConfigError if mpirun, say, and not torchrun has started several processes: each would train all. """
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        size = os.environ.get(name) or "1"
-        need(size == "1" or "TORCHELASTIC_RUN_ID" in os.environ,
-             f"{name} is {short(size)}, but torchrun did not start this program: type torchrun "
-             f"--nproc_per_node=GPUS train.py ..., or `unset {name}` to train alone")
-
-
 def in_full(path: str | Path) -> Path:
     """ The path with a leading ~ or ~user in full. """
     try:

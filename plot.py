@@ -292,10 +292,10 @@ def last_gaps(lines: list[tuple[str, Run, Run | None]]) -> dict[str, dict[str, l
         for column in (FP4, BF16) if run is not base else ():
             gap = run.minus(base, column).get(end, math.nan)
             found.setdefault(label, {}).setdefault(column, []).append(gap if math.isfinite(gap) else math.nan)
-    return dict(sorted(found.items(), key=lambda item: mean(item[1][FP4])))
+    return dict(sorted(found.items(), key=lambda item: finite_mean(item[1][FP4])))
 
 
-def mean(values: list[float]) -> float:
+def finite_mean(values: list[float]) -> float:
     """ Of those that are numbers; inf if none is. """
     return fmean([x for x in values if x == x] or [math.inf])
 
@@ -310,8 +310,8 @@ def draw_gaps(figure, gaps: dict[str, dict[str, list[float]]], reference: str):
         for column, (_, shift, look) in looks.items():
             values = by_column[column]
             ax.plot(values, [row + shift] * len(values), "o", **look)
-            if mean(values) < math.inf:
-                ax.plot(mean(values), row + shift, "|", markersize=10, **look)
+            if finite_mean(values) < math.inf:
+                ax.plot(finite_mean(values), row + shift, "|", markersize=10, **look)
         runs, there = len(by_column[FP4]), sum(x == x for x in by_column[FP4])
         names.append(plain(label if len(label) <= 40 else label[:39] + "\u2026")
                      + (f", {there} of {runs}" if there < runs else ""))
@@ -360,7 +360,7 @@ def draw(lines: list[tuple[str, Run, Run | None]], reference: str, folder: Path)
         "svg.hashsalt": "compare", "axes.titlelocation": "left", "axes.titlesize": "medium",
         "axes.grid": True, "grid.alpha": 0.25, "legend.fontsize": "small", "lines.markersize": 4})
     figure, gaps = Figure(layout="constrained"), last_gaps(lines)
-    if len(gaps) > MANY and any(mean(gap[FP4]) < math.inf for gap in gaps.values()):
+    if len(gaps) > MANY and any(finite_mean(gap[FP4]) < math.inf for gap in gaps.values()):
         draw_gaps(figure, gaps, reference)
     else:
         draw_curves(figure, lines, reference)
