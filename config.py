@@ -14,8 +14,8 @@ A config file is a list of Python assignments to these names, with comments and 
     osci_start = 8_000 / steps        # names assigned further up in the same file may be used
 
 It is parsed, never executed, so it can neither do harm nor invent a name that nobody reads: a misspelt name
-is an error that tells the nearest real one. There is no None and no list, and nothing here reads the
-environment: the resolved Config, saved as config.json, says everything about a run.
+is an error that tells the nearest real one. There is no None and no list, and no knob comes from
+the environment: the resolved Config, saved as config.json, says everything about a run.
 """
 import argparse
 import ast
@@ -323,6 +323,15 @@ def load(argv: list[str]) -> Config:
     except ConfigError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2)
+
+
+def no_other_launcher():
+    """ ConfigError if mpirun, say, and not torchrun has started several processes: each would train all. """
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        size = os.environ.get(name) or "1"
+        need(size == "1" or "TORCHELASTIC_RUN_ID" in os.environ,
+             f"{name} is {short(size)}, but torchrun did not start this program: type torchrun "
+             f"--nproc_per_node=GPUS train.py ..., or `unset {name}` to train alone")
 
 
 def in_full(path: str | Path) -> Path:

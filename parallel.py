@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import Config, ConfigError, check_share, need, short
+from config import Config, ConfigError, check_share, no_other_launcher
 from data import DataError
 
 # Rank 0 saves and starts up while the others wait for it: long enough for a slow disk and a compiler
@@ -56,15 +56,6 @@ def launched() -> bool:
 
 def elastic() -> bool:
     return dist.is_available() and dist.is_torchelastic_launched()
-
-
-def no_other_launcher():
-    """ ConfigError if mpirun, say, and not torchrun has started several processes: each would train all. """
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        size = os.environ.get(name) or "1"
-        need(size == "1" or "TORCHELASTIC_RUN_ID" in os.environ,
-             f"{name} is {short(size)}, but torchrun did not start this program: type torchrun "
-             f"--nproc_per_node=GPUS train.py ..., or `unset {name}` to train alone")
 
 
 def speaks() -> bool:

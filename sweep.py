@@ -47,7 +47,7 @@ try:
 except ImportError:     # Windows: there, nothing keeps two processes out of one folder
     fcntl = None
 
-from config import FREE, Config, ConfigError, need, parse, read_flag, script, short, typed
+from config import FREE, Config, ConfigError, need, no_other_launcher, parse, read_flag, script, short, typed
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 SET_HERE = ("out", "name", "seed", "overwrite", "stop_at", "dry_run")
@@ -473,7 +473,6 @@ def main(argv: list[str]) -> int:
         if args.dry_run:
             say("\n".join(("# done: " if r.status == "done" else "") + shlex.join(r.command()) for r in runs))
             return 0
-        from parallel import no_other_launcher      # only here: PyTorch takes seconds to import
         no_other_launcher()
         return sweep(args.list, runs, args.jobs)
     except ValueError as error:
