@@ -51,7 +51,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import ConfigError, in_full, script
+from config import ConfigError, in_full
 
 FETCH = "python data.py fineweb10B --shards=1"      # the way out that messages name
 
@@ -782,4 +782,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    script(main)
+    raise SystemExit(main())

@@ -1,0 +1,271 @@
+"""
+A run's folder, out/<name>/: what a run writes there, and how it finds itself again.
+
+    config.json        the resolved config
+    metrics.csv        a row for each logged step
+    log.txt            what the terminal shows; its lock keeps a second process out
+    ckpt_000000150.pt  the last two checkpoints, each whole whenever the run is killed
+
+A checkpoint is what torch.save writes: a zip file with a checksum for each record. A file that does not agree
+with its checksums, torn or with a flipped bit, is skipped with a line, and the one before it is taken.
+
+What lives between two steps is in the state of the model and of its optimizers: weights, outlier channels and
+open windows are parameters and buffers of layers. Nothing here knows the names of any of them. Batches and
+noise are functions of seed and step, so there is nothing else to save.
+"""
+import csv
+import inspect
+import json
+import os
+import subprocess
+import zipfile
+import zlib
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from build import Net
+from config import FREE, Config, ConfigError, check, fit, in_full, need
+from data import Corpus
+from quant import AROUND, RULES, SIGNS, Operand, Recipe
+from recipes import to_json
+
+FORMAT = 2
+
+# -----------------------------------------------------------------------------
+# a run's folder
+
+
+class Run:
+    """ The folder of a run that trains; other processes are kept out until this one ends. """
+
+    def __init__(self, cfg: Config, columns: tuple[str, ...]):
+        self.cfg, self.columns, self.folder = cfg, columns, in_full(cfg.out) / cfg.name
+        self.last_good: Path | None = None      # the checkpoint that was loaded or written last
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = open(self.folder / "log.txt", "a", encoding="utf-8")
+        try:
+            import fcntl
+            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)    # forgotten when this process dies
+        except BlockingIOError:
+            raise ConfigError(f"another process trains in {self.folder}; type --name=ANOTHER") from None
+        except (ImportError, OSError):
+            pass                                # Windows, and file systems without locks
+        for path in self.folder.glob("ckpt_*.tmp"):
+            path.unlink()                       # of a run that was killed while it saved
+        if cfg.overwrite:
+            for path in (*checkpoints(self.folder), self.folder / "metrics.csv"):
+                path.unlink(missing_ok=True)
+            self.log.truncate(0)
+
+    def say(self, line: str):
+        """ To the terminal and to log.txt. Neither a closed pipe nor a full disk ends a run. """
+        with suppress(OSError):
+            print(line, flush=True)
+        with suppress(OSError):
+            print(line, file=self.log, flush=True)
+
+    def row(self, values: dict):
+        """ One row of metrics.csv; a column that was not measured at this step stays empty. """
+        shown = [values.get(column, "") for column in self.columns]
+        shown = [f"{value:.6g}" if isinstance(value, float) else value for value in shown]
+        try:
+            with open(self.folder / "metrics.csv", "a", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow(shown)
+        except OSError as error:
+            self.say(f"warning: a row of metrics.csv is lost: {error.strerror}")
+
+    def save(self, state: dict) -> bool:
+        """
+        Write a checkpoint under another name, sync it to the disk, rename it; keep the one before. False,
+        with a line, if it cannot be written: the run goes on, and the next one may do better.
+        """
+        path = self.folder / f"ckpt_{state['step']:09d}.pt"
+        temporary = path.with_suffix(".tmp")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:    # torch hides a full disk behind an error of its own
+            temporary.unlink(missing_ok=True)
+            self.say(f"error: cannot save {path} ({first_line(error)}); free some space. "
+                     f"{self.last_good or 'Nothing'} is kept")
+            return False
+        for old in checkpoints(self.folder):
+            if old < path and old != self.last_good:
+                old.unlink()
+        self.last_good = path
+        return True
+
+    def resume(self, net: Net, optimizers: list, corpus: Corpus) -> tuple[int, float]:
+        """ Load the newest good checkpoint -> its step and seconds of training; 0, 0.0 for a fresh start. """
+        found, cfg = newest(self.folder, self.say), self.cfg
+        need(found or not checkpoints(self.folder), f"{self.folder} holds checkpoints and none can be read; "
+             "type --name=ANOTHER, or --overwrite to start anew")
+        self.last_good, state = found or (None, None)
+        if state:
+            self.check_same(state, net, corpus)
+            fill(net, state)
+            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.say(f"continuing from {self.last_good}, step {state['step']}")
+        elif cfg.init_from:
+            path, other = newest(in_full(cfg.init_from), self.say) or (None, None)
+            need(other, f"init_from = {cfg.init_from!r} holds no checkpoint that can be read")
+            parameters = dict(net.model.named_parameters())
+            fill(net, {"model": net.model.state_dict() | {n: t for n, t in other["model"].items()
+                                                          if n in parameters}})
+            self.say(f"weights of {path}")
+        step, seconds = (state["step"], state["seconds"]) if state else (0, 0.0)
+        write(self.folder / "config.json", json.dumps(asdict(cfg), indent=1))
+        self.drop_rows(step)
+        return step, seconds
+
+    def check_same(self, state: dict, net: Net, corpus: Corpus):
+        """ ConfigError unless the run in this folder is the one that this command asks for. """
+        new = f"type --name=ANOTHER, or --overwrite to delete the run in {self.folder}"
+        differ = [f"{knob}={state['config'].get(knob)!r}" for knob, value in asdict(self.cfg).items()
+                  if knob not in FREE and state["config"].get(knob) != value]
+        need(not differ, f"{self.folder} holds a run with {', '.join(differ)}; {new}")
+        need(state["recipe"] == to_json(net.recipe), f"the recipe {self.cfg.recipe} has changed since; {new}")
+        need(state["data"] == fingerprint(corpus), f"the run began with other data ({state['data']}, now "
+             f"{fingerprint(corpus)}): type --data=DIR of the same, or {new}")
+        need(state["step"] <= self.cfg.steps, f"{self.folder} is at step {state['step']} already; {new}")
+        need(not self.cfg.stop_at or state["step"] < self.cfg.stop_at,
+             f"{self.folder} is at step {state['step']} already: type a larger --stop_at, or none")
+        ours = sources(net.recipe)
+        changed = [name for name, source in state["sources"].items() if ours.get(name) != source]
+        if changed or state["code"] != code():
+            self.say(f"note: code {state['code']} wrote that and code {code()} goes on; " +
+                     (f"{', '.join(changed)} of the recipe changed" if changed else "its recipe is the same"))
+
+    def drop_rows(self, step: int):
+        """ Forget the rows from this step on: they will be computed, and logged, again. """
+        path, lines = self.folder / "metrics.csv", []
+        if step and path.is_file():
+            lines = path.read_text(errors="replace").splitlines()[1:]
+        kept = [line for line in lines if line.split(",")[0].isdigit() and int(line.split(",")[0]) < step]
+        write(path, "\n".join([",".join(self.columns), *kept]) + "\n")
+
+
+def write(path: Path, text: str):
+    """ Replace a file as a whole, or not at all. """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+
+def snapshot(cfg: Config, net: Net, optimizers: list, corpus: Corpus, step: int, seconds: float) -> dict:
+    """ What a checkpoint holds. """
+    return {"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(net.recipe),
+            "sources": sources(net.recipe), "data": fingerprint(corpus), "step": step, "seconds": seconds,
+            "model": net.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """ The checkpoints of a run, newest first. """
+    return sorted(folder.glob("ckpt_" + "[0-9]" * 9 + ".pt"), reverse=True)
+
+
+def newest(folder: Path, say=print) -> tuple[Path, dict] | None:
+    """ The newest checkpoint of a run that can be read; says which ones it had to skip. """
+    for path in checkpoints(folder):
+        try:
+            return path, read(path)
+        except ValueError as error:
+            say(f"skipping a checkpoint: {path} {error}")
+    return None
+
+
+def read(path: Path) -> dict:
+    """ One checkpoint, on the CPU. ValueError if it is damaged, or none. It cannot hold code to run. """
+    with open(path, "rb") as file:
+        try:
+            damaged = zipfile.ZipFile(file).testzip()
+            state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
+        except Exception as error:      # zipfile and torch have a dozen ways to say so
+            raise ValueError(f"is torn or no checkpoint ({type(error).__name__})") from None
+    if damaged:
+        raise ValueError(f"is damaged: its record {damaged} is not what was written")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"is no checkpoint of this program (format {FORMAT})")
+    return state
+
+
+def config_of(state: dict, **changes) -> Config:
+    """ The config of a checkpoint. Knobs that are new since then take their defaults. """
+    return check(Config(**{name: fit(name, value) for name, value in (state["config"] | changes).items()}))
+
+
+def fill(net: Net, state: dict):
+    """ Load weights and buffers. ConfigError unless names, shapes and types agree, or torch would cast. """
+    saved, device = state["model"], net.counter.state.device
+    for prefix, module in net.model.named_modules():
+        for name, buffer in module._buffers.items():
+            # what a layer keeps in a window only is a buffer that is None outside
+            if buffer is None and f"{prefix}.{name}" in saved:
+                setattr(module, name, torch.empty_like(saved[f"{prefix}.{name}"], device=device))
+    there, here = ({name: (t.shape, t.dtype) for name, t in side.items()}
+                   for side in (saved, net.model.state_dict()))
+    wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    need(not wrong, f"the checkpoint does not fit this model: {', '.join(wrong[:1])} differs")
+    net.model.load_state_dict(saved)
+
+
+# -----------------------------------------------------------------------------
+# what a checkpoint says of where it comes from
+
+
+@cache
+def code() -> str:
+    """ The code as it was at the first call: a checksum of its files, behind the commit if git knows one. """
+    here, checksum = Path(__file__).resolve().parent, 0
+    for path in sorted(here.glob("*.py")):
+        checksum = zlib.crc32(path.read_bytes(), checksum)
+    try:
+        head = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True)
+        return f"{head.stdout.decode().strip()}+{checksum:08x}".removeprefix("+")
+    except OSError:
+        return f"{checksum:08x}"
+
+
+def sources(recipe: Recipe) -> dict[str, str]:
+    """ Each function that a recipe names -> a checksum of its source. """
+    ops = [op for op in (*recipe.operands, recipe.outlier) if isinstance(op, Operand)]
+    named = {f"rule {op.rule}": RULES[op.rule].f for op in ops}
+    named |= {f"signs {name}": SIGNS[name] for name in recipe.signs}
+    named |= {f"around {name}": AROUND[name].f for name in recipe.around}
+    return {name: f"{zlib.crc32(inspect.getsource(getattr(f, 'func', f)).encode()):08x}"
+            for name, f in named.items()}
+
+
+SAMPLES, LENGTH = 2048, 4096
+
+
+@cache
+def fingerprint(corpus: Corpus) -> str:
+    """ The data by its content: encoding, lengths, and a checksum of pieces, of all if it has 8M tokens. """
+    checksum = 0
+    for stream in (corpus.train, corpus.val):
+        length = min(LENGTH, stream.n_tokens - 1)
+        pieces, windows = min(SAMPLES, stream.windows(length)), stream.windows(length)
+        for i in range(pieces):
+            piece = stream.sequences(i * windows // pieces, 1, length, seed=0, shuffle=0)
+            checksum = zlib.crc32(piece.numpy().astype("<u4"), checksum)
+    return (f"{corpus.encoding_name}, {corpus.train.n_tokens:,} and {corpus.val.n_tokens:,} tokens, "
+            f"checksum {checksum:08x}")

@@ -1,0 +1,4 @@
+""" The table of all recipes, in Markdown. """
+from recipes import table
+
+print(table(), end="")

@@ -1,0 +1,1 @@
+""" The earlier remedies against oscillating weights, and the controls of OsciReset. """

@@ -1,0 +1,235 @@
+"""
+What the recipes of other papers need beyond quant.py, put into its open tables.
+
+    GRIDS   e1m2, e5m2, ue5m3
+    SIGNS   fixed, none
+    RULES   17/16, 4/6, eden for E4M3 scales; floor, quest, 3/4 for powers of two; max: one in all
+    AROUND  rotate 32 none, and other sizes; trust: Quartet's forward pass
+
+A rule gets blocks (R, B, n), one row of n values for each block, and returns grid values (R, B, n),
+inner scales and outer scales (R, B, 1). What a squared error or a root mean square is taken of is
+first divided by a power of two, so that no square leaves float32.
+"""
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from noise import random_signs
+from quant import (AROUND, GRIDS, RULES, SIGNS, TINY, Around, Grid, Operand, QuantLinear, Rule, binade,
+                   from_blocks, hadamard, outer_max, over, round_blocks, round_in, round_to_grid, to_blocks)
+
+# -----------------------------------------------------------------------------
+# grids and signs
+
+GRIDS["e1m2"] = Grid(emin=0, mbits=2, max=1.75)         # uniform, as INT4 is: 0 .25 .5 ... 1.75
+GRIDS["e5m2"] = Grid(emin=-14, mbits=2, max=57344.0)    # FP8 with more range
+GRIDS["ue5m3"] = Grid(emin=-14, mbits=3, max=61440.0)   # a scale; its top exponent is not used
+
+FIXED_SIGNS = 12            # stream of the sign vector that a whole run shares
+
+
+def fixed_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
+    """ One vector for all layers and steps: a function of the run's seed alone. """
+    start = counter.clone()
+    start[1:].zero_()
+    return random_signs(n, start, 0, FIXED_SIGNS)
+
+
+def no_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:
+    """ A plain Hadamard matrix. """
+    return torch.ones(n, device=counter.device)
+
+
+SIGNS["fixed"] = fixed_signs
+SIGNS["none"] = no_signs
+
+# -----------------------------------------------------------------------------
+# rules for scales with a mantissa
+
+EDEN_ROOM = 16 / 17 / 0.93
+
+
+def head_room(blocks: Tensor, op: Operand, noise: Tensor | None):
+    """ 17/16: to nearest, with so much room that no normal scale clips. Quartet II, 2601.22813 """
+    return round_blocks(blocks, op, noise, top=GRIDS[op.grid].max * (16 / 17))
+
+
+def tree_sum(blocks: Tensor) -> Tensor:
+    """
+    The sum of each block (R, B, n) -> (R, B, 1): neighbours first, then neighbouring pairs, and so
+    on, as if padded with zeros to a power of two. One order of sums: the same bits on every device.
+    """
+    n = blocks.shape[2]
+    x = F.pad(blocks, (0, (1 << (n - 1).bit_length()) - n))
+    while x.shape[2] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
+
+
+def four_over_six(blocks: Tensor, op: Operand, noise: Tensor | None):
+    """
+    4/6: each block with its maximum at 6 or at 4, whichever has the smaller squared error.
+
+    source  Four Over Six, arXiv 2512.02010: between 4 and 6 E2M1 has nothing, so a maximum at 4 can
+            be better. The scale's own maximum counts as 256, to leave room for a larger one
+    differs that code multiplies the unrounded scale by 1.5, here the maximum is divided by 4
+    edges   at equal errors, 6. With noise, 17/16 head-room; the choice looks at the noise: biased
+    """
+    room = 1.0 if noise is None else 16 / 17
+    c, inner, outer = round_blocks(blocks, op, noise, top=6.0 * room, reach=256.0)
+    # noise of its own for the second rounding, of the same 16 bits: times an odd number is a
+    # permutation of them, here with a correlation of 1/181, and exact in float32
+    noise_4 = None if noise is None else (noise * 181.0).frac()
+    c_4, inner_4, _ = round_blocks(blocks, op, noise_4, top=4.0 * room, outer=outer)
+    unit = binade(blocks.abs().amax(-1, keepdim=True)).clamp(min=TINY)
+    error, error_4 = (tree_sum((blocks / unit - v * (s * outer / unit)).square())
+                      for v, s in ((c, inner), (c_4, inner_4)))
+    better = error_4 < error
+    return torch.where(better, c_4, c), torch.where(better, inner_4, inner), outer
+
+
+def eden(blocks: Tensor, op: Operand, noise: Tensor):
+    """
+    Values to nearest, then each block's scale is corrected so that the block has the right
+    projection on itself, and rounded stochastically with the block's first noise.
+
+    source  MS-EDEN of Quartet II, arXiv 2601.22813: f = <x, x> / <x, v> with v the rounded block,
+            and s' = e4m3(f s). Over uniformly random rotations E[v'] = x
+    differs f is that of each 16 values, as in the paper; its code takes a whole rotation's
+    edges   a block that was rounded to zeros keeps its scale
+    """
+    _, inner, outer = round_blocks(blocks, op, noise, top=6.0 * EDEN_ROOM, reach=256.0)
+    scale = inner * outer
+    c = round_in(blocks, scale, op, None)
+    y = blocks * torch.where(scale > 2.0**-126, 1.0 / scale, 0.0)
+    norm, projection = tree_sum(y.square()), tree_sum(y * c)
+    factor = torch.where(projection > 0, norm / projection, 1.0)
+    return c, round_to_grid(inner * factor, GRIDS[op.scale], noise[..., :1]), outer
+
+
+def one_in_all(blocks: Tensor, op: Operand, noise: Tensor | None):
+    """ max: no inner scale, the outer one is max / grid max. FP8 as TransformerEngine has it. """
+    outer = round_blocks(blocks, op, noise, reach=1.0)[2]
+    return round_in(blocks, outer, op, noise), torch.ones_like(outer), outer
+
+
+RULES["17/16"] = Rule(head_room, scales="mantissa")
+RULES["4/6"] = Rule(four_over_six, scales="mantissa", grids=("e2m1",))
+RULES["eden"] = Rule(eden, scales="mantissa", grids=("e2m1",), rounds=("sr",))
+RULES["max"] = Rule(one_in_all, scales="mantissa")
+
+# -----------------------------------------------------------------------------
+# rules for scales that are powers of two; "up" of quant.py is TetraJet v1's
+
+QUEST_TOP = 2.92247856      # the root mean squares that the largest grid value stands for
+NORMAL_GAIN = 1.009276      # makes up for what rounding shortens
+
+
+def block_max(blocks: Tensor) -> Tensor:
+    """ The largest magnitude of each block, (R, B, 1); what is tiny counts as zero. """
+    amax = blocks.abs().amax(-1, keepdim=True)
+    return torch.where(amax < TINY, 0.0, amax)
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """ The next one below; NaN for an Inf. """
+    return torch.where(scale.isfinite(), binade(scale), math.nan)
+
+
+def floor(blocks: Tensor, op: Operand, noise: Tensor | None, outer: float = 1.0):
+    """ 2^(floor(log2 max) - floor(log2 grid max)), which may clip. OCP MX specification """
+    amax = block_max(blocks)
+    inner = power_of_two(amax) * 2.0 ** -math.floor(math.log2(GRIDS[op.grid].max))
+    outer = torch.full_like(amax, outer)
+    return round_in(blocks, inner * outer, op, noise), inner, outer
+
+
+def three_quarters(blocks: Tensor, op: Operand, noise: Tensor | None):
+    """
+    3/4: floor / (3/4), which clips nothing. To nearest, values are then NORMAL_GAIN times as large,
+    which makes up for what rounding shortens, in the mean. Quartet, v4, 2505.14669
+    """
+    c, inner, outer = floor(blocks, op, noise, outer=4 / 3)
+    return c, inner, outer if noise is not None else outer * NORMAL_GAIN
+
+
+def quest(blocks: Tensor, op: Operand, noise: Tensor | None):
+    """ 2^floor(log2(QUEST_TOP / grid max * root mean square)), which clips. Quartet, 2505.14669 """
+    unit = binade(block_max(blocks))
+    rms = over(tree_sum((blocks / unit.clamp(min=TINY)).square()), blocks.shape[2]).sqrt()
+    inner = power_of_two(rms * (QUEST_TOP / GRIDS[op.grid].max)) * unit
+    return round_in(blocks, inner, op, noise), inner, torch.ones_like(inner)
+
+
+RULES["floor"] = Rule(floor, scales="powers")
+RULES["3/4"] = Rule(three_quarters, scales="powers", outer=True)
+RULES["quest"] = Rule(quest, scales="powers")
+
+# -----------------------------------------------------------------------------
+# around the linear: Quartet's forward pass, 2505.14669
+
+
+class Rotate(torch.autograd.Function):
+    """ hadamard(x, signs); the gradient is turned back. """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, signs: Tensor) -> Tensor:
+        ctx.save_for_backward(signs)
+        ctx.K, ctx.dtype = x.shape[1], x.dtype
+        return hadamard(x, signs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        signs, = ctx.saved_tensors
+        # the Hadamard matrix is its own inverse; the signs come last
+        grad = hadamard(grad, torch.ones_like(signs)).unflatten(-1, (-1, len(signs))) * signs
+        return grad.flatten(-2)[:, : ctx.K].to(ctx.dtype), None
+
+
+def rotate(x: Tensor, w: Tensor, linear, layer: QuantLinear, size: int, signs: str) -> Tensor:
+    """ X and W rotated along K, so that Q4 and Q6 may start from what was rounded in between. """
+    turn = SIGNS[signs](size, layer.counter.state, layer.layer, 0)
+    return linear(Rotate.apply(x, turn), Rotate.apply(w, turn))
+
+
+class Trusted(torch.autograd.Function):
+    """ x; its gradient is zero where the mask is false. """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.saved_tensors[0], None
+
+
+def trust_mask(x: Tensor, op: Operand) -> Tensor:
+    """
+    Where op clips nothing of x: bool, shape of x. The mask |x / s| < 6 of Quartet's quantizer.
+    differs a value that a scale of zero rounds to zero was not clipped, and is trusted
+    """
+    blocks, top = to_blocks(x.detach().float(), op), GRIDS[op.grid].max
+    c, inner, outer = RULES[op.rule].f(blocks, op, None)
+    beyond = blocks.abs() >= top * (inner * outer)
+    return from_blocks((c.abs() < top) | ~beyond, x.shape, op)
+
+
+def trust(x: Tensor, w: Tensor, linear, layer: QuantLinear) -> Tensor:
+    """ What the forward pass clips of X or W gets no gradient: a straight-through clip. """
+    if not torch.is_grad_enabled():
+        return linear(x, w)
+    x, w = (Trusted.apply(t, trust_mask(t, op)) if op else t
+            for t, op in ((x, layer.recipe.y_x), (w, layer.recipe.y_w)))
+    return linear(x, w)
+
+
+AROUND["trust"] = Around(trust)
+for bits in range(1, 11):
+    for kind in ("fixed", "none"):      # evaluation has to see the same forward pass: not fresh
+        turn = partial(rotate, size=2**bits, signs=kind)
+        AROUND[f"rotate {2**bits} {kind}"] = Around(turn, changes_w=True)
