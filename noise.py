@@ -2,14 +2,14 @@
 Random numbers that are a pure function of their address: Philox, which needs a counter and keeps no state.
 
 The address of a random number is where in the run it is used: seed, step, micro-step and rank, then layer,
-stream (what it is used for) and position. So there is nothing to save: a run that is resumed, and a block that
-is computed again in the backward pass, meet the same noise again.
+stream (what it is used for) and position. So there is nothing to save: a run that is resumed, and a block
+that is computed again in the backward pass, meet the same noise again.
 """
 import torch
 from torch import Tensor
 
-# Streams 1 to 6 are the noise of the operands Q1 to Q6 of a linear layer, and these the signs of the rotations
-# of Y, dX and dW (quant.py)
+# Streams 1 to 6 are the noise of the operands Q1 to Q6 of a linear layer, and these the signs of the
+# rotations of Y, dX and dW (quant.py)
 SIGN_STREAMS = 7, 8, 9
 MASK = 0xFFFFFFFF           # the lower 32 bits of an int64, which is what a word is held in
 
@@ -33,10 +33,10 @@ def uniform(shape: tuple[int, int], counter: Tensor, layer: int, stream: int) ->
     Noise in [0, 1), float32 (M, K): multiples of 2^-16, since 16 random bits make one number. A group of four
     words makes eight numbers of a row, and a row starts a new group.
     """
-    M, K = shape
-    words = random_words(M * -(-K // 8), counter, layer, stream)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)             # (groups, 4, 2)
-    return (halves.float() * 2.0**-16).view(M, -1)[:, :K]
+    (M, K), groups = shape, -(-shape[1] // 8)
+    words = random_words(M * groups, counter, layer, stream)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)             # (M groups, 4, 2)
+    return (halves.float() * 2.0**-16).view(M, groups * 8)[:, :K]
 
 
 def random_signs(n: int, counter: Tensor, layer: int, stream: int) -> Tensor:

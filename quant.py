@@ -33,7 +33,7 @@ from noise import SIGN_STREAMS, Counter, random_signs, uniform
 
 
 class Table(dict):
-    """ name -> entry, open to every file. A name is entered once, so that no two files mean different things. """
+    """ name -> entry, open to every file. A name is entered once, so that it means one thing everywhere. """
 
     def __setitem__(self, name: str, entry):
         if name in self:
@@ -307,8 +307,9 @@ class Product(torch.autograd.Function):
         x8, w8 = at.outlier(x[:, channels], r.y_x), at.outlier(w[:, channels], r.y_w)
 
         # Y (T, N)  =  Q1(X) (T, K)  @  Q2(W)^T (K, N)   +   X8 (T, C)  @  W8^T (C, N)
+        # in float32, so that the sum of the two is rounded once; a product alone may stay in the compute dtype
         q1, q2 = at.q(1, x4), at.q(2, w4)
-        y = (gemm(q1, q2) + gemm(x8, w8)).to(dtype)
+        y = (gemm(q1, q2.float()) + gemm(x8, w8)).to(dtype) if len(channels) else gemm(q1, q2).to(dtype)
 
         # The operands of the backward pass that need no dY are rounded now, and only they are kept: as codes
         # and scales that is 4.75 bits a value. In W^T all channels are FP4, in X^T the outliers stay apart
@@ -340,7 +341,7 @@ class Product(torch.autograd.Function):
 
 @dataclass
 class Rounder:
-    """ Rounds the operands of one linear layer at one address. What the recipe leaves alone goes to dtype. """
+    """ Rounds the operands of one linear layer at one address. What a recipe leaves alone goes to dtype. """
     recipe: Recipe
     counter: Tensor
     layer: int

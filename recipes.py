@@ -1,5 +1,5 @@
 """
-The recipes: which of the six operands of a linear layer are rounded, and how. One entry of RECIPES per method.
+The recipes: which of the six operands of a linear layer are rounded, and how. RECIPES has one per method.
 
     python -m rivals      prints the table of all recipes, as docs/recipes.md has it
 
@@ -18,15 +18,15 @@ from quant import TENSOR, Operand, Recipe, Table
 NEAREST = Operand(rule="nearest", rounding="rtn")
 STOCHASTIC = Operand(rule="up", rounding="sr")
 
-# MXFP8, for outlier channels: E4M3 numbers, and one power of two for 32 of them, rounded up so that none clips
+# MXFP8, for outlier channels: E4M3 numbers, and a power of two for 32 of them, rounded up so that none clips
 MXFP8 = Operand(grid="e4m3", block=(1, 32), scale="e8m0", outer=0, rule="up")
 
 # TetraJet-v2, arXiv 2510.27527. Forward to nearest; the four operands of the backward pass are rotated and
 # stochastic, and two of them start from what the forward pass rounded
 TETRAJET_BASE = Recipe(NEAREST, NEAREST, *[STOCHASTIC] * 4, align=True, rotate=(0, 16, 16))
 
-# The kernels that its authors released round the scales of stochastic operands to nearest too. Then the largest
-# number of a block may be clipped, and the mean of what is rounded is not the number itself
+# The kernels that its authors released round the scales of stochastic operands to nearest too. Then the
+# largest number of a block may be clipped, and the mean of what it is rounded to is not the number itself
 RELEASED = replace(STOCHASTIC, rule="nearest")
 
 RECIPES = Table(

@@ -22,10 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant import (DW_SIGNS, DX_SIGNS, E4M3, GRIDS, RESET_CHOICE, TENSOR, Counter, Operand, Quantized,
-                   Recipe, decode, encode, fake_quantize, hadamard, pack, philox, quantize, random_signs,
-                   random_subset, random_words, round_to_grid, uniform, unpack)
-from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC, TETRAJET_BASE
+import rivals    # noqa: F401  the rules of other papers are rounded here too
+from codes import E4M3, Quantized, decode, encode, quantize
+from noise import SIGN_STREAMS, Counter, random_signs, uniform
+from quant import GRIDS, TENSOR, Grid, Operand, fake_quantize, hadamard, round_to_grid
+from recipes import MXFP8, NEAREST, STOCHASTIC
+
+_, DX_SIGNS, DW_SIGNS = SIGN_STREAMS
 
 GOLDEN = np.load(Path(__file__).with_name("golden_nvfp4.npz"))
 SETS = ("normal", "heavy", "ties", "edges", "outliers")
@@ -40,7 +43,7 @@ GRID_VALUES["e1m2"] = np.arange(8, dtype=np.float32) / 4
 UE5M3 = np.array([m * 2.0**-17 for m in range(8)] + [(8 + m) * 2.0**(e - 3) for e in range(-14, 16)
                                                      for m in range(8)], np.float32)
 
-MXFP4 = Operand(block=(1, 32), scale="e8m0", outer=0)
+MXFP4 = Operand(block=(1, 32), scale="e8m0", outer=0, rule="up")
 RTN = {
     "nearest": NEAREST,
     "up": replace(NEAREST, rule="up"),
@@ -55,8 +58,8 @@ RTN = {
     "ue5m3": replace(NEAREST, scale="ue5m3"),
     "ue5m3, no outer": replace(NEAREST, scale="ue5m3", outer=0),
     "ue5m3 up": replace(NEAREST, scale="ue5m3", rule="up", outer=TENSOR),
-    "fp8 per tensor": Operand(grid="e4m3", block=(1, 128), scale="none", outer=TENSOR),
-    "fp8 per 128": Operand(grid="e5m2", block=(1, 128), scale="none"),
+    "fp8 per tensor": Operand(grid="e4m3", block=(1, 128), rule="max", outer=TENSOR),
+    "fp8 per 128": Operand(grid="e5m2", block=(1, 128), rule="max"),
     "e5m2 values": replace(NEAREST, grid="e5m2"),
     "mxfp4 ceil": MXFP4,
     "mxfp4 floor": replace(MXFP4, rule="floor"),
@@ -64,7 +67,7 @@ RTN = {
     "mxfp8": MXFP8,
     "mxfp8 e5m2": replace(MXFP8, grid="e5m2"),
 }
-EDEN = Operand(rounding="eden")
+EDEN = Operand(rule="eden", rounding="sr")
 FORMATS = RTN | {f"{name}, sr": replace(op, rounding="sr") for name, op in RTN.items()}
 FORMATS |= {"eden": EDEN, "eden per tensor": replace(EDEN, outer=TENSOR),
             "eden, no outer": replace(EDEN, outer=0)}
@@ -90,21 +93,12 @@ def encoded(values: np.ndarray, grid: str) -> np.ndarray:
 
 
 def noise_for(x: Tensor, op: Operand, **at: int) -> Tensor | None:
-    rows = x.numel() // max(1, x.shape[-1])
-    return uniform((rows, x.shape[-1]), address(**at), 0, 3).reshape(x.shape) if op.stochastic else None
+    return uniform(tuple(x.shape), address(**at), 0, 3) if op.rounding == "sr" else None
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """
-    Equal bit for bit. Unlike torch.equal: 0.0 is not -0.0, and NaN is NaN
-    (whose bits are no promise of ours).
-    """
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    return torch.equal(torch.where(a.isnan(), 7, a.view(torch.int32)),
-                       torch.where(b.isnan(), 7, b.view(torch.int32)))
+    """ Equal bit for bit, but for the sign of a zero, which codes keep, and for the bits of a NaN. """
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def is_nan_byte(inner: Tensor, op: Operand) -> Tensor:
@@ -152,19 +146,8 @@ def dense(grid: str) -> np.ndarray:
     return np.concatenate([points, bf16[bf16 <= 2 * values[-1]]])
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_codes_decode_and_encode_as_in_ml_dtypes(grid):
-    """ Catches a wrong exponent bias, subnormals decoded as normals, and E4M3's NaN code decoded as 480. """
-    values = torch.from_numpy(GRID_VALUES[grid])
-    code = torch.arange(len(values), dtype=torch.uint8)
-    assert same(decode(code, GRIDS[grid]), values)
-    assert torch.equal(encode(values, GRIDS[grid]), code)
-    assert GRIDS[grid].max == values[-1]
-    assert decode(torch.tensor(0x7F, dtype=torch.uint8), E4M3).isnan()
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", GRID_VALUES)
 def test_nearest_rounding_is_that_of_ml_dtypes(grid, device):
     """
     Catches ties away from even, the wrong spacing just below a power of two, and an early overflow to NaN.
@@ -176,7 +159,7 @@ def test_nearest_rounding_is_that_of_ml_dtypes(grid, device):
     assert torch.equal(encode(got, GRIDS[grid]).cpu(), torch.from_numpy(code))
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", GRID_VALUES)
 def test_up_is_the_smallest_value_not_below(grid):
     """ Catches "up" that adds one step to values already on the grid, or that rounds subnormals down. """
     x = dense(grid)
@@ -242,15 +225,15 @@ def test_golden_nvfp4(name, kind, device):
     x = torch.from_numpy(GOLDEN[f"{name}/x"]).to(device)
     rounding, rule = kind.split("_")
     op = Operand(rounding=rounding, rule=rule)
-    noise = torch.from_numpy(GOLDEN[f"{name}/u"]).to(device) if op.stochastic else None
-    if op.stochastic:
+    noise = torch.from_numpy(GOLDEN[f"{name}/u"]).to(device) if op.rounding == "sr" else None
+    if op.rounding == "sr":
         # the golden program rounds magnitudes, so that its noise always pushes away from zero
         noise = torch.where(x < 0, 1 - 2.0**-24 - noise, noise)
     q = quantize(x, op, noise)
     assert torch.equal(q.inner.cpu(), golden["inner"])
     assert same(q.outer.cpu(), golden["outer"])
     equal = q.code.cpu() == golden["code"]
-    if op.stochastic:
+    if op.rounding == "sr":
         # its noise has 24 bits and ours 16: they may disagree where the sum is that close to a whole gap
         y = (x.abs() / full_scale_of(q)).cpu().double()
         gap = 2.0 ** y.clamp(1, 6).log2().floor() / 2
@@ -302,7 +285,7 @@ def e8m0_exponent(rule: str, block: np.ndarray, grid_max: float, size: int) -> i
     amax = Fraction(float(np.abs(block).max()))
     if amax == 0:
         return -127
-    if rule == "ceil":
+    if rule == "up":
         e = floor_log2(amax / Fraction(grid_max))
         return e if Fraction(2) ** e * Fraction(grid_max) == amax else e + 1
     if rule == "floor":
@@ -330,7 +313,7 @@ def model(x: np.ndarray, op: Operand, ours: np.ndarray) -> dict[str, np.ndarray]
     """
     f, grid_max = np.float32, GRIDS[op.grid].max
     top = f(grid_max * (16 / 17 if op.rule == "17/16" else 1))
-    scales = {"e4m3": GRID_VALUES["e4m3"], "ue5m3": UE5M3, "none": np.ones(2, f)}.get(op.scale)
+    scales = {"e4m3": GRID_VALUES["e4m3"], "ue5m3": UE5M3}.get(op.scale)
     (M, K), (rows, columns) = x.shape, op.block
     outer_rows, outer_columns = (M, K) if op.outer == TENSOR else (rows, op.outer or columns)
     code, value = np.empty((M, K), np.uint8), np.empty((M, K), f)
@@ -355,10 +338,11 @@ def model(x: np.ndarray, op: Operand, ours: np.ndarray) -> dict[str, np.ndarray]
                 options = [f(2.0 ** (bytes_[0] - 127))]
             else:
                 if op.outer and fate > 0:
-                    outer[i, j] = fate / f(256 if op.rule == "4/6" else scales[-1]) / top
+                    reach = {"4/6": 256, "max": 1}.get(op.rule, scales[-1])
+                    outer[i, j] = fate / f(reach) / top
                 tops = (top, f(4)) if op.rule == "4/6" else (top,)
                 amax = np.abs(block).max()
-                bytes_ = [1 if op.scale == "none" else nearest_scale(amax / outer[i, j] / t, op)
+                bytes_ = [0x38 if op.rule == "max" else nearest_scale(amax / outer[i, j] / t, op)
                           for t in tops]
                 options = [scales[byte] * outer[i, j] for byte in bytes_]
             rounded = [at(scale, block) for scale in options]
@@ -391,11 +375,11 @@ def test_every_format_is_its_scalar_model(op):
     assert same(fake_quantize(x, op), torch.from_numpy(expected["value"]))
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("rule", ("ceil", "floor", "quest"))
+@pytest.mark.parametrize("grid", GRID_VALUES)
+@pytest.mark.parametrize("rule", ("up", "floor", "quest"))
 def test_e8m0_rules_around_powers_of_two(rule, grid):
     """
-    Catches log2 in floating point, off by one just beside a power of two, and a "ceil" that adds one at it.
+    Catches log2 in floating point, off by one just beside a power of two, and a "up" that adds one at it.
     """
     op = Operand(grid=grid, block=(1, 32), scale="e8m0", outer=0, rule=rule)
     points = np.array([1, 1.5, 1.75, GRIDS[grid].max, 1 / 2.92247856], np.float32)
@@ -409,7 +393,7 @@ def test_e8m0_rules_around_powers_of_two(rule, grid):
         blocks = blocks[np.abs(log - np.round(log)) > 2.0**-21]
     got = quantize(torch.from_numpy(blocks), op).inner[:, 0].long() - 127
     assert got.tolist() == [e8m0_exponent(rule, b, GRIDS[grid].max, 32) for b in blocks]
-    if rule == "ceil":
+    if rule == "up":
         # nothing clips, and no scale is larger than it has to be
         y = torch.from_numpy(blocks[:, 0]) * torch.exp2(-got.float())
         assert (y <= GRIDS[grid].max).all() and (y > GRIDS[grid].max / 2).all()
@@ -417,30 +401,6 @@ def test_e8m0_rules_around_powers_of_two(rule, grid):
 
 # -----------------------------------------------------------------------------
 # storage and shapes
-
-
-@pytest.mark.parametrize("K", (0, 1, 2, 7, 16, 17))
-def test_pack_and_unpack(K):
-    """ Catches nibbles in the wrong order, and the last code of an odd row lost. """
-    code = torch.randint(0, 16, (2, 5, K), dtype=torch.uint8)
-    packed = pack(code)
-    assert packed.shape == (2, 5, (K + 1) // 2) and packed.dtype == torch.uint8
-    assert torch.equal(unpack(packed, K), code)
-    assert (torch.equal(packed & 15, code[..., 0::2])
-            and torch.equal(packed[..., : K // 2] >> 4, code[..., 1::2]))
-    with pytest.raises(ValueError, match="bytes a row"):
-        unpack(packed, K + 2)
-
-
-def test_bits_per_value():
-    """ Catches scales left out of the count, or counted as 32 bits. """
-    x = randn(32, 256)
-    bits = {name: quantize(x, op).bits_per_value() for name, op in RTN.items()}
-    assert bits["nearest"] == 4.75 and bits["up"] == 4.75
-    assert bits["per tensor"] == 4.5 + 32 / x.numel()
-    assert bits["16x16"] == 4 + 8 / 256 + 32 / x.numel()
-    assert bits["fp8 per tensor"] == 8 + 32 / x.numel() and bits["uniform"] == bits["ue5m3"] == 4.75
-    assert bits["mxfp4 ceil"] == 4.25 and bits["mxfp8"] == 8.25 and bits["no outer"] == 4.5
 
 
 @formats
@@ -455,7 +415,7 @@ def test_ragged_shapes_are_padded_with_zeros(op, K):
     padded = torch.zeros(32, 384)
     padded[:M, :K] = x
     noise, noise_padded = noise_for(x, op), None
-    if op.stochastic:
+    if op.rounding == "sr":
         noise_padded = torch.full((32, 384), 1 - 2.0**-24)
         noise_padded[:M, :K] = noise
     a, b = quantize(x, op, noise), quantize(padded, op, noise_padded)
@@ -470,71 +430,13 @@ def test_ragged_shapes_are_padded_with_zeros(op, K):
 
 
 @formats
-def test_layout_and_dtype_of_the_input_do_not_matter(op):
-    """
-    Catches view() on a strided tensor, scales computed in half precision, and leading axes mixed into blocks.
-    """
-    x = randn(48, 96).bfloat16()
-    noise = noise_for(x, op)
-    expected = fake_quantize(x.float().contiguous(), op, noise)
-    assert same(fake_quantize(x, op, noise), expected)
-    assert same(fake_quantize(x.half(), op, noise), fake_quantize(x.half().float(), op, noise))
-    for strided in (x.repeat_interleave(2, 1)[:, ::2], x.t().contiguous().t()):
-        assert not strided.is_contiguous() and same(fake_quantize(strided, op, noise), expected)
-    # codes of (..., K) are those of (M, K)
-    a, b = (quantize(x, op, noise),
-            quantize(x.view(2, 3, 8, 96), op, None if noise is None else noise.view(2, 3, 8, 96)))
-    assert (b.code.shape == (2, 3, 8, 96) and torch.equal(a.code, b.code.view(48, 96))
-            and torch.equal(a.inner, b.inner))
-    assert same(b.dequantize(), expected.view(2, 3, 8, 96))
-    strided = x.view(2, 24, 96).transpose(0, 1)
-    strided_noise = None if noise is None else noise.view(2, 24, 96).transpose(0, 1)
-    whole = fake_quantize(strided.contiguous(), op, None if noise is None else strided_noise.contiguous())
-    assert same(fake_quantize(strided, op, strided_noise), whole)
-    row = x[0]
-    assert same(fake_quantize(row, op, noise_for(row, op)),
-                fake_quantize(row[None], op, noise_for(row[None], op))[0])
-
-
-@formats
-@pytest.mark.parametrize("shape", ((0, 5), (3, 0), (0, 0), (2, 0, 16), (2, 3, 0)))
+@pytest.mark.parametrize("shape", ((0, 5), (3, 0), (0, 0)))
 def test_empty_tensors(op, shape):
     """ Catches reshape(-1, 0) and a maximum over nothing. """
     x = torch.empty(shape)
-    for value in (quantize(x, op).dequantize(), fake_quantize(x, op, noise_for(x, op))):
-        assert value.shape == shape and value.dtype == torch.float32
-    assert quantize(x, op).bits_per_value() >= 4
-
-
-def test_noise_is_an_argument():
-    """
-    Catches noise ignored, noise accepted where it would do nothing,
-    and a draw that torch's seed does not fix.
-    """
-    x = randn(8, 128)
-    low, high = torch.zeros_like(x), torch.full_like(x, 1 - 2.0**-24)
-    # down and up along the number line, but for the values that are on the grid or within the noise's step
-    down, up = quantize(x, STOCHASTIC, low), quantize(x, STOCHASTIC, high)
-    near = full_scale(x, STOCHASTIC) * 2.0**-14
-    assert (down.dequantize() <= x + near).all() and (up.dequantize() >= x - near).all()
-    assert (down.code != up.code).float().mean() > 0.9
-    # the noise next to 0 and next to 1 does not carry a block's maximum beyond the grid
-    for q in (down, up):
-        assert torch.equal(q.code >> 3 != 0, x.signbit())
-    with pytest.raises(ValueError, match="stochastic"):
-        fake_quantize(x, NEAREST, low)
-    for wrong in (low[:1], low.view(16, 64), low.flatten()):
-        with pytest.raises(ValueError, match="shape of x"):
-            fake_quantize(x, STOCHASTIC, wrong)
-    for wrong in (torch.ones(4, 16, dtype=torch.int64), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="floating-point tensors"):
-            quantize(wrong, NEAREST)
-    assert not fake_quantize(x.clone().requires_grad_(), NEAREST).requires_grad
-    torch.manual_seed(1)
-    first = fake_quantize(x, STOCHASTIC)
-    assert not torch.equal(first, fake_quantize(x, STOCHASTIC))
-    torch.manual_seed(1)
-    assert same(first, fake_quantize(x, STOCHASTIC))
+    noise = noise_for(x, op)
+    value = fake_quantize(x, op, noise)
+    assert value.shape == shape and value.dtype == torch.float32
 
 
 # -----------------------------------------------------------------------------
@@ -608,7 +510,7 @@ def test_one_large_value_among_tiny_ones(op):
         assert value[0, 0] == 1
     else:
         assert value[0, 0] >= (0.375 if op.rule == "quest" else 2 / 3) and value[0, 0] < 1.07
-    if op.outer == 128 and op.grid == "e2m1" and op.scale == "e4m3" and not op.stochastic:
+    if op.outer == 128 and op.grid == "e2m1" and op.scale == "e4m3" and not op.rounding == "sr":
         # flushed within its outer block only
         assert (q.code[0, 1:128] == 0).all() and (value[0, 128:] > 0).all()
     assert same(fake_quantize(x, op, noise), value)
@@ -667,7 +569,7 @@ def test_nan_and_inf_poison_their_outer_block_only(op, bad):
 def test_signs_are_kept(op):
     """ Catches a magnitude of zero that loses its sign, and -0.0 stored as +0.0. """
     x = torch.tensor([[-0.0, 0.0, -1e-30, 1e-30, -1.0, 1.0] + [0.0] * 26])
-    noise = torch.zeros_like(x) if op.stochastic else None
+    noise = torch.zeros_like(x) if op.rounding == "sr" else None
     q = quantize(x, op, noise)
     sign = 128 if op.grid in ("e4m3", "e5m2") else 8
     assert q.code[0, :4].tolist() == [sign, 0, sign, 0]
@@ -749,6 +651,33 @@ def test_share_of_clipped_blocks():
 
 # -----------------------------------------------------------------------------
 # stochastic rounding
+
+
+@pytest.mark.parametrize("grid", GRID_VALUES)
+def test_every_noise_value_with_both_signs(grid):
+    """
+    Catches an offset at the edge of a binade, below which a float32 has twice the resolution: with 128 the
+    chances of negative numbers are off by 2^-18 of a gap in the mean, and -3 + .7 * 2^-16 never rounds up.
+    Here all 65,536 noise values are tried: no chance is off by more than 2^-17, the mean by nothing.
+    """
+    g = GRIDS[grid]
+    gaps = torch.rand(400, generator=torch.Generator().manual_seed(0)) * 2.0 ** (g.mbits + 2)
+    gaps = torch.cat((gaps, torch.arange(1, 64) * 2.0**-18, 3 - torch.arange(1, 64) * 0.3 * 2.0**-16))
+    y = gaps * 2.0 ** (g.emin - g.mbits)
+    at_random, y = int((y[:400] <= g.max).sum()), y[y <= g.max]
+    gap = torch.exp2(y.clamp(min=2.0**g.emin).log2().floor()) * 2.0**-g.mbits
+    noise = torch.arange(2**16) * 2.0**-16
+    errors = []
+    for sign in (1, -1):
+        signed = sign * y
+        means = torch.cat([round_to_grid(part[:, None].expand(-1, 2**16).contiguous(), g,
+                                         noise.expand(len(part), -1)).double().mean(1)
+                           for part in signed.split(50)])
+        errors.append((means - signed.double()) / gap.double())
+        assert errors[-1].abs().max() <= 2.0**-17
+    # over random numbers, to be rounded to 2^-16 is a uniform error, of 2^-16 / sqrt(12) and with mean 0
+    for error in errors:
+        assert abs(error[:at_random].mean()) < 4 * 2.0**-16 / math.sqrt(12 * at_random)
 
 
 def test_stochastic_rounding_per_binade():
@@ -919,154 +848,6 @@ def test_eden_has_noise_in_its_scales_only():
 
 
 # -----------------------------------------------------------------------------
-# random numbers
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("counter, key, expected", (
-    # kat_vectors of Random123, philox4x32 with 7 rounds
-    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
-))
-def test_philox_known_answers(counter, key, expected, device):
-    """ Catches a signed shift, a product cut to 32 bits, and a round too few. """
-    words = philox([torch.tensor(c, device=device) for c in counter],
-                   [torch.tensor(k, device=device) for k in key])
-    assert tuple(w.item() for w in words) == expected
-
-
-def test_addresses_are_as_documented():
-    """ Catches a stream that ignores the step, the micro-step, the rank, the layer or half of the seed. """
-    at = dict(seed=0x123456789ABCDEF0, step=77, micro=5, rank=3)
-    words = torch.stack(random_words(7, address(**at), 11, 4), dim=-1)
-    counter = [torch.arange(7), torch.tensor(77), torch.tensor((5 << 16) + 3), torch.tensor(11 * 16 + 4)]
-    assert torch.equal(
-        words, torch.stack(philox(counter, [torch.tensor(0x9ABCDEF0), torch.tensor(0x12345678)]), 1))
-
-    seen = {tuple(int(w) for w in random_words(1, address(seed, step, micro, rank), layer, stream))
-            for seed in (0, 1, 1 << 32) for step in (0, 1, 1 << 16)
-            for micro in (0, 1, 9) for rank in (0, 1, 9)
-            for layer in (0, 1, 9) for stream in (3, 4, 5, 6, DX_SIGNS, DW_SIGNS)}
-    assert len(seen) == 3**5 * 6
-
-
-@pytest.mark.parametrize("shape", ((5, 17), (3, 24), (1, 1), (4, 128), (6, 9)))
-def test_uniform_is_addressed_by_row_and_column(shape):
-    """
-    Catches halves in another order, and rows that share a group: then a kernel could not draw row by row.
-    """
-    state = address(seed=9, step=2, micro=1, rank=1)
-    got = uniform(shape, state, 7, 5)
-    groups = -(-shape[1] // 8)
-    words = torch.stack(random_words(shape[0] * groups, state, 7, 5), dim=-1)
-    for r in range(shape[0]):
-        for c in range(shape[1]):
-            word = words[r * groups + c // 8, c % 8 // 2].item()
-            half = word >> 16 if c % 2 else word & 0xFFFF
-            assert got[r, c].item() == half / 65536
-    # a ragged row is a whole one, cut
-    assert same(got, uniform((shape[0], groups * 8), state, 7, 5)[:, : shape[1]].contiguous())
-
-
-def test_uniform_is_uniform():
-    """ Catches 1.0 (it would round grid values up), a level that never comes, and a mean that is not 1/2. """
-    n = 1 << 19
-    u = uniform((n >> 10, 1 << 10), address(3), 2, 6).flatten().double()
-    assert u.min() == 0 and u.max() == 1 - 2.0**-16
-    assert torch.equal(u * 65536, (u * 65536).floor())
-    assert abs(u.mean() - 0.5) < 4 * math.sqrt(1 / 12 / n)
-    # counts of the upper and of the lower eight bits: chi-square with 255 degrees of freedom
-    level = (u * 65536).long()
-    for bits in (level >> 8, level & 255):
-        chi2 = (torch.bincount(bits, minlength=256) - n / 256).square().sum() / (n / 256)
-        assert abs(chi2 - 255) < 5 * math.sqrt(2 * 255)
-    # neighbours in a row, in a word and in a group
-    for lag in (1, 2, 8, 1024):
-        assert abs(torch.corrcoef(torch.stack((u[lag:], u[:-lag])))[0, 1]) < 4 / math.sqrt(n)
-
-
-def test_a_random_subset():
-    """
-    Catches: a number drawn twice or out of range, the first ones always, numbers that a sort of equal words
-    puts in another order elsewhere. 2,000 draws of 30 of 100: each number 600 times, 20.5 standard deviation.
-    """
-    times = torch.zeros(100)
-    for step in range(2000):
-        chosen = random_subset(100, 30, address(4, step), 7, RESET_CHOICE)
-        assert chosen.unique().numel() == chosen.numel() == 30
-        times[chosen] += 1
-    assert (times - 600).abs().max() < 5 * 20.5 and 15 < times.std() < 27
-    words = torch.stack(random_words(1250, address(4), 7, RESET_CHOICE), dim=-1).flatten().tolist()
-    expected = sorted(range(4999), key=lambda i: (words[i], i))[:2000]
-    assert random_subset(4999, 2000, address(4), 7, RESET_CHOICE).tolist() == expected
-    assert random_subset(5, 9, address(), 0, 1).sort().values.tolist() == list(range(5))
-    assert random_subset(5, 0, address(), 0, 1).tolist() == []
-
-
-def test_a_counter_at_a_step():
-    """ Catches: a shared draw that depends on the micro-step or the rank, or moves the counter. """
-    counter = Counter(7, rank=3)
-    counter.set(5, micro=2)
-    assert counter.at(9).tolist() == [7, 9, 0, 0] and counter.state.tolist() == [7, 5, 2, 3]
-
-
-def test_random_signs_are_bits_of_the_words():
-    """ Catches signs from one word repeated, or other values than +1 and -1. """
-    state = address(5, 6, 7, 8)
-    words = torch.stack(random_words(2, state, 3, DX_SIGNS), dim=-1).flatten().tolist()
-    expected = [1.0 - 2.0 * (words[j // 32] >> j % 32 & 1) for j in range(200)]
-    for n in (1, 2, 16, 32, 128, 129, 200):
-        assert random_signs(n, state, 3, DX_SIGNS).tolist() == expected[:n]
-    # fresh for the other GEMM, another layer, another step
-    others = [random_signs(128, state, 3, DW_SIGNS), random_signs(128, state, 4, DX_SIGNS),
-              random_signs(128, address(5, 7, 7, 8), 3, DX_SIGNS)]
-    for other in others:
-        assert abs((other * torch.tensor(expected[:128])).sum()) < 4 * math.sqrt(128)
-
-
-def rounding_error(x: Tensor, state: Tensor, layer: int, stream: int) -> Tensor:
-    """ With its sign: the noise pushes along the number line. """
-    return fake_quantize(x, STOCHASTIC, uniform(x.shape, state, layer, stream)) - x
-
-
-def correlation(a: Tensor, b: Tensor) -> float:
-    """
-    Of two errors with mean zero, in standard deviations: large steps weigh more, so n alone is not the bound.
-    """
-    product = a.double() * b.double()
-    return (product.sum() / product.square().sum().sqrt()).item()
-
-
-@pytest.mark.parametrize("a, b", (
-    (((0, 1, 0, 0), 2, 3), ((0, 1, 0, 0), 2, 4)),      # the two operands of dX
-    (((0, 1, 0, 0), 2, 5), ((0, 1, 0, 0), 2, 6)),      # of dW
-    (((0, 1, 0, 0), 2, 3), ((0, 1, 0, 0), 2, 5)),      # dY in both
-    (((0, 1, 0, 0), 2, 3), ((0, 1, 0, 0), 3, 3)),      # two layers
-    (((0, 1, 0, 0), 2, 3), ((0, 2, 0, 0), 2, 3)),      # two steps
-    (((0, 1, 0, 0), 2, 3), ((0, 1, 1, 0), 2, 3)),      # two micro-steps
-    (((0, 1, 0, 0), 2, 3), ((0, 1, 0, 1), 2, 3)),      # two ranks
-    (((0, 1, 0, 1), 2, 3), ((0, 1, 1, 0), 2, 3)),      # rank 1 and micro-step 1
-    (((0, 1, 0, 0), 2, 3), ((1, 1, 0, 0), 2, 3)),      # two seeds
-))
-def test_rounding_errors_are_independent(a, b):
-    """
-    Catches two operands, layers, steps, micro-steps or ranks that share noise. The released kernels use one
-    seed for both operands of a GEMM, so that rows of equal index are rounded with the same noise.
-    """
-    x, w = randn(64, 256), randn(64, 256, seed=1)
-    (at_a, layer_a, stream_a), (at_b, layer_b, stream_b) = a, b
-    mine = rounding_error(x, address(*at_a), layer_a, stream_a)
-    for other in (x, w):
-        theirs = rounding_error(other, address(*at_b), layer_b, stream_b)
-        assert abs(correlation(mine, theirs)) < 4
-        # the statistic has the power to see shared noise, also between different tensors
-        shared = rounding_error(other, address(*at_a), layer_a, stream_a)
-        assert correlation(mine, shared) > 20
-
-
-# -----------------------------------------------------------------------------
 # rotation
 
 
@@ -1102,12 +883,9 @@ def test_hadamard_shapes():
     whole = x[:, :96].contiguous()
     assert same(hadamard(x[:, :96], signs), hadamard(whole, signs))
     assert same(hadamard(whole.t().contiguous().t(), signs), hadamard(whole, signs))
-    assert same(hadamard(x.view(7, 10, 10), signs).view(70, 16), hadamard(x.reshape(70, 10), signs))
     assert hadamard(x.bfloat16(), signs).dtype == torch.float32
     for shape in ((0, 16), (3, 0)):
         assert hadamard(torch.empty(shape), signs).shape == shape
-    with pytest.raises(AssertionError, match="power of two"):
-        hadamard(x, torch.ones(12))
 
 
 @pytest.mark.parametrize("K", (64, 100))
@@ -1126,85 +904,6 @@ def test_rotation_spreads_an_outlier():
     x = torch.zeros(1, 16)
     x[0, 3] = 8
     assert torch.equal(hadamard(x, random_signs(16, address(), 0, DX_SIGNS)).abs(), torch.full((1, 16), 2.0))
-
-
-# -----------------------------------------------------------------------------
-# Operand and Recipe
-
-
-@pytest.mark.parametrize("fields, names", (
-    (dict(grid="e3m0"), "grid"),
-    (dict(scale="e5m2"), "scale"),
-    (dict(rounding="floor"), "rounding"),
-    (dict(rule="ceil"), "rule for e4m3"),
-    (dict(scale="e8m0", outer=0, rule="up"), "rule for e8m0"),
-    (dict(scale="e8m0"), "outer=0"),
-    (dict(block=(0, 16)), "block"),
-    (dict(block=(1, 16, 1)), "block"),
-    (dict(outer=100), "multiple of the block's 16 columns"),
-    (dict(outer=-2), "outer"),
-    (dict(hadamard=12), "power of two"),
-    (dict(hadamard=-16), "power of two"),
-    (dict(signs="random"), "signs is one of"),
-    (dict(scale="none", outer=0), "outer=TENSOR"),
-    (dict(scale="none", rule="up"), "rule for none"),
-    (dict(grid="e4m3", rule="4/6"), "grid='e2m1'"),
-    (dict(rule="eden"), "go together"),
-    (dict(rounding="eden", rule="up"), "go together"),
-    (dict(rounding="eden", scale="e8m0", outer=0), "go together"),
-    (dict(rounding="eden", grid="e1m2"), "go together"),
-))
-def test_operand_refuses_what_it_cannot_do(fields, names):
-    """ Catches a typo that falls through to some other rule in silence. """
-    with pytest.raises(ValueError, match=names) as error:
-        Operand(**fields)
-    assert "\n" not in str(error.value)
-
-
-def test_operand_picks_a_rule():
-    """ Catches a default under which stochastic rounding is biased. """
-    assert Operand().rule == "nearest"
-    assert Operand(rounding="sr").rule == "up"
-    assert Operand(scale="e8m0", outer=0).rule == "ceil"
-    assert Operand(scale="e8m0", outer=0, rounding="sr").rule == "ceil"
-    assert Operand(block=[1, 16]) == Operand() and hash(Operand(block=[1, 16])) == hash(Operand())
-
-
-def test_recipe_refuses_half_a_rotation():
-    """
-    Catches a GEMM whose operands would be rotated differently,
-    which is garbage and not an error of any matmul.
-    """
-    for fields in (dict(dx_dy=STOCHASTIC, dx_w=replace(STOCHASTIC, hadamard=32)),
-                   dict(dw_dy=STOCHASTIC, dw_x=replace(STOCHASTIC, hadamard=0)),
-                   dict(dx_dy=STOCHASTIC, dx_w=replace(STOCHASTIC, signs="fixed")),
-                   dict(y_x=replace(NEAREST, hadamard=16)),
-                   dict(y_w=STOCHASTIC)):
-        with pytest.raises(ValueError, match="rotate") as error:
-            Recipe(**fields)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_spec_round_trip(name):
-    """
-    Catches a field that the JSON loses: the compiled op would run another recipe than the layer shows.
-    """
-    recipe = RECIPES[name]
-    assert Recipe.from_spec(recipe.spec()) == recipe
-    assert Recipe.from_spec(replace(recipe, align=False).spec()).align is False
-    assert len({r.spec() for r in RECIPES.values()}) == len(RECIPES)
-
-
-def test_recipe_only():
-    """ Catches numbers that are off by one, or a switch that also resets the other fields. """
-    for number in range(1, 7):
-        one = RECIPES["tetrajet_full"].only([number])
-        assert [i for i, op in enumerate(one.operands, 1) if op] == [number]
-        assert one.operands[number - 1] == TETRAJET_BASE.operands[number - 1]
-        assert one.outlier == MXFP8 and one.align
-    assert not any(TETRAJET_BASE.only([]).operands)
-    assert TETRAJET_BASE.only(range(1, 7)) == TETRAJET_BASE
 
 
 # -----------------------------------------------------------------------------
