@@ -1,0 +1,405 @@
+"""
+What defines each recipe, seen from outside: the tensors that its three GEMMs multiply. Every docstring names
+a bug that the test would catch.
+"""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import quant
+import rivals
+from build import only
+from codes import decode, grid_value, quantize
+from noise import SIGN_STREAMS, Counter, random_signs, uniform
+from quant import GRIDS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard, round_to_grid
+from recipes import RECIPES, described, from_json, table, to_json, turned
+from rivals.recipes import EDEN, NVFP4
+from rivals.rules import FIXED_SIGNS, trust_mask
+
+_, DX_SIGNS, DW_SIGNS = SIGN_STREAMS
+NIBBLES = ("e2m1", "e1m2")
+
+T, K, N = 64, 96, 80
+NAMES = ("x", "w", "dy", "wt", "dyt", "xt")
+four_bit = pytest.mark.parametrize("name", [n for n, r in RECIPES.items()
+                                            if any(op and op.grid in NIBBLES for op in r.operands)])
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer_of(recipe: Recipe, layer: int = 3, seed: int = 1, step: int = 5, rank: int = 0) -> QuantLinear:
+    counter = Counter(seed, rank)
+    counter.set(step)
+    linear = QuantLinear(K, N, False, recipe=recipe, layer=layer, counter=counter)
+    with torch.no_grad():
+        linear.weight.copy_(randn(N, K, seed=10))
+    return linear
+
+
+def multiplied(monkeypatch, recipe: Recipe, x: Tensor | None = None, **at) -> dict[str, Tensor]:
+    """ What the three GEMMs of one pass multiply, by NAMES, and their results after all: y, dx, dw. """
+    seen, gemm = [], quant.gemm
+    monkeypatch.setattr(quant, "gemm", lambda a, b: (seen.extend((a, b)) if len(a[0]) else None, gemm(a, b))[1])
+    linear = layer_of(recipe, **at)
+    x = (randn(T, K) if x is None else x).requires_grad_()
+    y = linear(x)
+    y.backward(randn(T, N, seed=1).to(y.dtype))
+    monkeypatch.undo()
+    return dict(zip(NAMES, seen)) | {"y": y.detach(), "dx": x.grad, "dw": linear.weight.grad}
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_are_those_of_the_linear(name):
+    """
+    Catches two operands of a GEMM that are rotated differently, a gradient left in rotated coordinates, and a
+    scale that is forgotten: the results would be unrelated to the exact ones, or a factor away.
+    """
+    r = RECIPES[name]
+    linear, x, dy = layer_of(r), randn(T, K).requires_grad_(), randn(T, N, seed=1)
+    y = linear(x)
+    y.backward(dy)
+    w = linear.weight.detach()
+    # two operands with relative squared errors of at most .03 each, in 8 bits much less. With trust masks
+    # (Quartet) the forward pass clips an eighth of all values, and these get no gradient; a rounding of your
+    # own may shrink as much
+    clips = "trust" in r.around or any(op and op.rounding not in ("rtn", "sr") for op in r.operands)
+    most = 0.5 if clips else max(0.0 if op is None else 0.3 if op.grid in NIBBLES else 0.06 for op in r.operands)
+    most = most or 1e-6
+    for ours, exact in ((y.detach(), x.detach() @ w.t()), (x.grad, dy @ w), (linear.weight.grad, dy.t() @ x)):
+        exact = exact.detach()
+        assert rms(ours, exact) < most
+        assert abs(float((ours * exact).sum() / exact.square().sum()) - 1) < (0.25 if clips else 0.05)
+
+
+def test_a_recipe_survives_its_names():
+    """ Catches a field that the JSON of a checkpoint loses, and two recipes that are one. """
+    for recipe in RECIPES.values():
+        assert from_json(to_json(recipe)) == recipe
+    assert len({to_json(recipe) for recipe in RECIPES.values()}) == len(RECIPES) >= 18
+
+
+def test_the_table_tells_recipes_apart():
+    """ Catches a field of a recipe that its row does not show: two recipes would look alike. """
+    rows = table().splitlines()[2:]
+    assert len({row.split("|", 2)[2] for row in rows}) == len(RECIPES)
+    other = replace(RECIPES["tetrajet_base"], rotate=(0, 16, 32))
+    assert described(other.dx_dy) == described(RECIPES["tetrajet_base"].dx_dy) and turned(other) not in table()
+
+
+def test_a_name_is_entered_once():
+    """ Catches a fork's rule that quietly takes the place of another one of the same name. """
+    with pytest.raises(KeyError, match="choose another name"):
+        quant.RULES["nearest"] = quant.RULES["up"]
+
+
+@four_bit
+def test_every_operand_is_in_four_bits(name, monkeypatch):
+    """ Catches a quantizer that is left out: its operand would have more than 15 values in a block. """
+    seen = multiplied(monkeypatch, RECIPES[name])
+    for operand, op in zip(NAMES, RECIPES[name].operands):
+        if not op or op.grid not in NIBBLES:
+            continue
+        columns = seen[operand].shape[1] // op.block[1] * op.block[1]
+        blocks = seen[operand][:, :columns].unflatten(1, (-1, op.block[1]))
+        assert max(len(b.unique()) for b in blocks.flatten(0, 1)[:200]) <= 15, operand
+
+
+# -----------------------------------------------------------------------------
+# 8 bits
+
+
+def test_fp8_has_one_scale_and_two_formats(monkeypatch):
+    """ Catches E5M2 in the forward pass, a scale per block, a power of two, and W^T rounded once more. """
+    seen = multiplied(monkeypatch, RECIPES["fp8"])
+    for operand, grid, original in (("x", "e4m3", randn(T, K)), ("w", "e4m3", randn(N, K, seed=10)),
+                                    ("dy", "e5m2", randn(T, N, seed=1))):
+        # the largest value is exact but for the rounding of the scale, and the others are grid values
+        largest = original.abs().max()
+        assert abs(seen[operand].abs().max() / largest - 1) < 2.0**-22
+        scale = (largest / GRIDS[grid].max).double()
+        assert scale.log2() % 1 != 0
+        y = (seen[operand].double() / scale).float()
+        nearest = round_to_grid(y, GRIDS[grid])
+        assert ((y - nearest).abs() <= 2.0**-21 * nearest.abs()).all()
+    for operand, transposed in (("x", "xt"), ("w", "wt"), ("dy", "dyt")):
+        assert torch.equal(seen[operand].t(), seen[transposed])
+
+
+def test_mxfp8_clips_nothing(monkeypatch):
+    """ Catches the OCP rule, which rounds the scale down, and a block along the wrong axis. """
+    seen = multiplied(monkeypatch, RECIPES["mxfp8"])
+    for operand, original in (("x", randn(T, K)), ("xt", randn(T, K).t().contiguous())):
+        # no error is larger than half a step at the top of its block: 2^-4 of the maximum
+        top = original.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1)
+        assert ((seen[operand] - original).abs() <= top * 2.0**-4).all()
+        assert torch.equal(seen[operand], fake_quantize(original, RECIPES["mxfp8"].y_x))
+
+
+# -----------------------------------------------------------------------------
+# NVFP4 and MXFP4
+
+
+@pytest.mark.parametrize("name, noisy", (("mxfp4", ""), ("nvfp4", ""), ("nvfp4_sr", "dy wt dyt xt"),
+                                         ("tetrajet_v1", "dy wt dyt xt"), ("nvidia", "dy dyt"),
+                                         ("quartet", "dy wt dyt xt"), ("quartet_v4", "dy wt dyt xt"),
+                                         ("quartet2", "dy wt dyt xt"),
+                                         ("four_over_six", "dy dyt"), ("fp4_all_the_way", "dy dyt xt"),
+                                         ("ue5m3", "dy dyt"), ("ufp4", "dy dyt")))
+def test_where_the_noise_is(name, noisy, monkeypatch):
+    """ Catches stochastic rounding on a weight or an activation where the paper warns of it, none on dY. """
+    a, b = (multiplied(monkeypatch, RECIPES[name], step=step) for step in (5, 6))
+    assert [o for o in NAMES if not torch.equal(a[o], b[o])] == noisy.split()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ("nvidia", "four_over_six", "ue5m3"))
+def test_squares_give_both_gemms_one_weight(name, dtype, monkeypatch):
+    """
+    Catches a weight that dX rounds anew, from its bf16 copy or along the other axis: 1x16 blocks would.
+    """
+    seen = multiplied(monkeypatch, RECIPES[name], x=randn(T, K, dtype=dtype))
+    assert torch.equal(seen["wt"].float(), seen["w"].float().t())
+    other = replace(RECIPES[name], y_w=NVFP4, dx_w=NVFP4)
+    seen = multiplied(monkeypatch, other, x=randn(T, K, dtype=dtype))
+    assert not torch.equal(seen["wt"].float(), seen["w"].float().t())
+
+
+def test_nvidia_rotates_dw_alone_by_one_vector(monkeypatch):
+    """ Catches signs that change with step, layer or rank, or that no seed changes; a rotated dX. """
+    recipe = only(RECIPES["nvidia"], [1, 2, 3, 4, 6])    # Q5 off: its operand shows the rotation itself
+    start = Counter(1).state
+    signs = random_signs(16, start, 0, FIXED_SIGNS)
+    rotated = hadamard(randn(T, N, seed=1).t().contiguous(), signs)
+    for at in ({}, dict(step=9), dict(layer=4), dict(rank=1), dict(step=0, layer=0)):
+        assert torch.equal(multiplied(monkeypatch, recipe, **at)["dyt"], rotated)
+    assert not torch.equal(multiplied(monkeypatch, recipe, seed=2)["dyt"], rotated)
+    seen = multiplied(monkeypatch, RECIPES["nvidia"])
+    # dX as it is, and X^T of the original, not of what the forward pass rounded
+    noise = uniform((T, N), layer_of(recipe).counter.state, 3, 3)
+    assert torch.equal(seen["dy"], fake_quantize(randn(T, N, seed=1), recipe.dx_dy, noise))
+    assert torch.equal(seen["xt"], fake_quantize(hadamard(randn(T, K).t().contiguous(), signs), NVFP4))
+
+
+def test_mxfp4_clips_and_tetrajet_v1_does_not(monkeypatch):
+    """ Catches the two rules for a power of two exchanged, and a TetraJet v1 that forgets its alignment. """
+    for name, clips in (("mxfp4", True), ("tetrajet_v1", False)):
+        x = multiplied(monkeypatch, RECIPES[name])["x"]
+        top = randn(T, K).unflatten(1, (-1, 32)).abs().amax(2)
+        # a maximum beyond 6 scales comes out at least a tenth too small, or as 6 scales; E2M1's next gap is 2
+        short = top > 6 * quantize(randn(T, K), RECIPES[name].y_x).scale()
+        assert short.any() == clips and x.isfinite().all()
+    recipe = RECIPES["tetrajet_v1"]
+    state = layer_of(recipe).counter.state
+    seen = multiplied(monkeypatch, recipe)
+    for operand, rounded, number in (("wt", "w", 4), ("xt", "x", 6)):
+        t = seen[rounded].t().contiguous()
+        assert torch.equal(seen[operand], fake_quantize(t, recipe.dx_w, uniform(t.shape, state, 3, number)))
+
+
+def test_four_over_six_is_nearer_in_every_block():
+    """ Catches a choice that is never made, or made for the tensor, or the larger error kept. """
+    x = randn(T, K)
+    per_block = {}
+    for rule in ("4/6", "nearest"):
+        op = replace(NVFP4, rule=rule)
+        per_block[rule] = (fake_quantize(x, op) - x).square().unflatten(1, (-1, 16)).sum(2)
+    q = quantize(x, replace(NVFP4, rule="4/6"))
+    fours = (q.code & 7).view(T, -1, 16).amax(2) == 6                    # code 6 is the value 4
+    # about 45% of blocks of normal values, by a count of ours; 384 blocks here
+    assert 0.3 < fours.float().mean() < 0.6
+    assert (per_block["4/6"][fours] < per_block["nearest"][fours]).float().mean() > 0.8
+    # and 256 leaves room: no scale of a 4 is cut off at 448
+    assert decode(q.inner, GRIDS["e4m3"]).max() <= 384
+
+
+def test_ue5m3_reaches_further_down():
+    """ Catches E4M3's range under another name: a block 10^6 times below the largest would be lost. """
+    x = randn(16, 64)
+    x[:, 16:] *= 1e-6
+    for op in (RECIPES["ue5m3"].y_x, RECIPES["ue5m3"].y_w):
+        assert rms(fake_quantize(x, op)[:, 16:], x[:, 16:]) < 0.2
+        assert (fake_quantize(x, replace(op, scale="e4m3"))[:, 16:] == 0).all()
+    # stochastic rounding has a smallest scale, which is not E4M3's
+    x[:, 16:] *= 1e-2
+    noise = uniform((16, 64), Counter(1).state, 0, 3)
+    assert rms(fake_quantize(x, RECIPES["ue5m3"].dx_dy, noise)[:, 16:], x[:, 16:]) < 0.3
+    assert RECIPES["ue5m3"].rotate == (0, 0, 0)
+
+
+def test_ufp4_is_uniform_and_rotates_everything(monkeypatch):
+    """ Catches a grid with gaps that grow, and a forward pass that is not rotated. """
+    recipe = RECIPES["ufp4"]
+    assert decode(torch.arange(8, dtype=torch.uint8), GRIDS["e1m2"]).diff().unique().numel() == 1
+    seen = multiplied(monkeypatch, recipe)
+    signs = random_signs(16, Counter(1).state, 0, FIXED_SIGNS)
+    assert torch.equal(seen["x"], fake_quantize(hadamard(randn(T, K), signs), recipe.y_x))
+    assert torch.equal(seen["wt"], fake_quantize(hadamard(randn(N, K, seed=10).t().contiguous(), signs),
+                                                 recipe.y_w))
+    assert torch.equal(seen["y"], multiplied(monkeypatch, recipe, step=77)["y"])
+
+
+# -----------------------------------------------------------------------------
+# a forward pass that is rotated
+
+
+@pytest.mark.parametrize("signs", ("none", "fixed"))
+def test_gradients_of_a_rotated_forward_are_turned_back(signs, monkeypatch):
+    """
+    Catches a turn with the signs on the wrong side, or missing, in dX or dW: with nothing rounded in backward
+    the gradients are those of the rounded tensors, and a ragged K must be cut back.
+    """
+    forward = NVFP4         # 96 is one and a half rotations of 64
+    exact = Operand(grid="e4m3", block=(1, 16), outer=TENSOR)   # 8 bits, to see past the rounding
+    recipe = Recipe(forward, forward, exact, exact, exact, exact, around=(f"rotate 64 {signs}",))
+    seen = multiplied(monkeypatch, recipe)
+    vector = torch.ones(64) if signs == "none" else random_signs(64, Counter(1).state, 0, FIXED_SIGNS)
+    assert seen["x"].shape == (T, 128) and torch.equal(
+        seen["x"], fake_quantize(hadamard(randn(T, K), vector), forward))
+    # the matrix itself: 128 x 96
+    turn = hadamard(torch.eye(K), vector).t()
+    dy = randn(T, N, seed=1)
+    assert rms(seen["dx"], dy @ seen["w"] @ turn) < 0.05 and seen["dx"].shape == (T, K)
+    assert rms(seen["dw"], dy.t() @ seen["x"] @ turn) < 0.05 and seen["dw"].shape == (N, K)
+    # and without alignment they are made from the tensors as they are
+    seen = multiplied(monkeypatch, replace(recipe, align=False))
+    assert rms(seen["dx"], dy @ randn(N, K, seed=10)) < 0.05
+    assert rms(seen["dw"], dy.t() @ randn(T, K)) < 0.05
+
+
+# -----------------------------------------------------------------------------
+# Quartet
+
+
+def test_quartet_masks_in_rotated_coordinates(monkeypatch):
+    """
+    Catches a mask of the wrong operand or in the wrong coordinates, one that is inverted, and a gradient that
+    is not turned back: dX and dW are rebuilt from what the products multiply.
+    """
+    recipe = RECIPES["quartet"]
+    seen, dy = multiplied(monkeypatch, recipe), randn(T, N, seed=1)
+    turn = hadamard(torch.eye(32), torch.ones(32))
+    for operand, original, a, b, gradient in (("x", randn(T, K), "dy", "wt", "dx"),
+                                              ("w", randn(N, K, seed=10), "dyt", "xt", "dw")):
+        rotated = hadamard(original, torch.ones(32))
+        q = quantize(rotated, recipe.y_x)
+        assert torch.equal(seen[operand], q.dequantize())
+        clipped = (rotated / q.scale().repeat_interleave(32, 1)).abs() >= 6
+        assert 0.02 < clipped.float().mean() < 0.2
+        masked = (seen[a] @ seen[b].t()).masked_fill(clipped, 0)
+        expected = (masked.unflatten(1, (-1, 32)) @ turn.t()).flatten(1)
+        assert rms(seen[gradient], expected) < 1e-6
+        # without the backward operands the mask stays, though the product is in the original coordinates
+        plain = multiplied(monkeypatch, only(recipe, [1, 2]))
+        exact = {"dx": dy @ randn(N, K, seed=10), "dw": dy.t() @ randn(T, K)}
+        masked = hadamard(exact[gradient], torch.ones(32)).masked_fill(clipped, 0)
+        assert rms(plain[gradient], (masked.unflatten(1, (-1, 32)) @ turn.t()).flatten(1)) < 1e-5
+    without = multiplied(monkeypatch, replace(recipe, around=("rotate 32 none",)))
+    assert rms(without["dx"], seen["dx"]) > 0.1 and rms(without["dw"], seen["dw"]) > 0.1
+
+
+def test_a_value_that_was_not_clipped_is_trusted():
+    """ Catches blocks of zeros, and values beside a large one, that get no gradient for ever. """
+    x = torch.zeros(2, 256)
+    x[0, 0], x[0, 1] = 1.0, 1e-12
+    for op in (NVFP4, RECIPES["quartet"].y_x):
+        assert trust_mask(x, op)[:, 1:].all()
+    assert not trust_mask(x, RECIPES["quartet"].y_x)[0, 0]       # .18 is the root mean square
+
+
+def test_three_quarters_is_unbiased_and_clips_nothing():
+    """
+    Catches the factor left out of the product, or in it once; a floor scale that clips; and codes left over
+    where a block counts as zeros.
+    """
+    op, x = RECIPES["quartet"].dx_dy, randn(64, 64)
+    scale = torch.exp2(x.unflatten(1, (-1, 32)).abs().amax(2).log2().floor() - 2)
+    q = quantize(x, op, torch.zeros_like(x))
+    assert torch.equal(q.scale(), scale * torch.tensor(4 / 3)) and q.outer.shape == ()
+    # the grid values are those of 3/4 x, exactly
+    noise = uniform((64, 64), Counter(1).state, 0, 3)
+    y = 0.75 * x / scale.repeat_interleave(32, 1)
+    assert y.abs().max() < 6
+    codes = quantize(x, op, noise).code
+    assert torch.equal(grid_value(codes, op), round_to_grid(y, GRIDS["e2m1"], noise))
+    assert (quantize(x.clamp(-3, 3) * 2.0**-102, op, noise).code & 7 == 0).all()
+    n = 4000
+    rows = x[:4].repeat(n, 1)
+    draws = fake_quantize(rows, op, uniform(rows.shape, Counter(2).state, 0, 3)).double().view(n, 4, 64)
+    sigma = draws.std(0) / n**0.5
+    # five standard deviations for each of 256 values, the noise's 2^16 levels
+    assert ((draws.mean(0) - x[:4]).abs() <= 5 * sigma + 2.0**-15 * x.abs().max()).all()
+
+
+def test_v4_makes_up_for_what_rounding_shortens():
+    """ Catches 1.009276 left out, applied before rounding, or to a stochastic operand. """
+    op = RECIPES["quartet_v4"].dx_dy
+    x = randn(2048, 1024) * torch.exp2(torch.arange(2048) / 2048)[:, None]     # all phases of a power of two
+
+    def projection(op):
+        return float((fake_quantize(x, op) * x).double().sum() / x.double().square().sum())
+    assert abs(projection(op) - 1) < 0.0006
+    shortened = projection(op) / 1.009276
+    assert abs(shortened - 1 / 1.0095) < 0.0006
+    q = quantize(x, op)
+    plain = round_to_grid(x / q.scale().repeat_interleave(32, 1) * 1.009276, GRIDS["e2m1"])
+    assert (grid_value(q.code, op) == plain).float().mean() > 0.9999
+
+
+# -----------------------------------------------------------------------------
+# Quartet II
+
+
+def test_quartet2_rounds_again_what_the_forward_pass_rounded(monkeypatch):
+    """
+    Catches Q4 or Q6 of the original, a rotation of 16, noise that two operands share, a forward pass without
+    four-over-six, and a whole gradient that is biased: its mean over steps is that of the rounded tensors.
+    """
+    recipe = RECIPES["quartet2"]
+    seen = multiplied(monkeypatch, recipe)
+    state = layer_of(recipe).counter.state
+    assert torch.equal(seen["x"], fake_quantize(randn(T, K), replace(NVFP4, rule="4/6")))
+    for operand, original, stream, number in (("dy", randn(T, N, seed=1), DX_SIGNS, 3),
+                                              ("wt", seen["w"].t(), DX_SIGNS, 4),
+                                              ("dyt", randn(T, N, seed=1).t(), DW_SIGNS, 5),
+                                              ("xt", seen["x"].t(), DW_SIGNS, 6)):
+        turned = hadamard(original.contiguous(), random_signs(128, state, 3, stream))
+        noise = uniform(turned.shape, state, 3, number)
+        assert torch.equal(seen[operand], fake_quantize(turned, EDEN, noise))
+    linear, x, dy = layer_of(recipe), randn(T, K).requires_grad_(), randn(T, N, seed=1)
+    exact = {"dx": dy @ seen["w"], "dw": dy.t() @ seen["x"]}
+    along = {"dx": [], "dw": []}
+    for step in range(400):
+        linear.counter.set(step)
+        dx, dw = torch.autograd.grad(linear(x), (x, linear.weight), dy)
+        for name, gradient in (("dx", dx), ("dw", dw)):
+            along[name].append(float((gradient * exact[name]).sum() / exact[name].square().sum()))
+    for values in map(torch.tensor, along.values()):
+        assert abs(values.mean() - 1) < 4 * values.std() / 20 < 0.001
+
+
+# -----------------------------------------------------------------------------
+# outlier channels
+
+
+def test_outlier_channels_in_bf16_are_not_rounded():
+    """ Catches a format that is a string and is dropped, or taken for MXFP8, in forward or in dW. """
+    recipe = replace(RECIPES["tetrajet_base"], outlier="bf16")
+    linear = QuantLinear(K, N, False, recipe=only(recipe, [1, 2, 6]), layer=3, counter=Counter(1), outliers=5)
+    linear.set_channels(torch.tensor([1, 7, 8, 50, 95]))
+    x = torch.zeros(T, K)
+    x[:, linear.channels] = randn(T, 5)
+    x.requires_grad_()
+    y = linear(x)
+    assert torch.allclose(y, x @ linear.weight.t(), rtol=0, atol=1e-6)
+    y.backward(randn(T, N, seed=1))
+    assert torch.allclose(linear.weight.grad[:, linear.channels],
+                          (randn(T, N, seed=1).t() @ x)[:, linear.channels], rtol=0, atol=1e-4)
