@@ -403,7 +403,8 @@ def test_own_counter_advances_in_training_only():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("T", (24, 150))
 @pytest.mark.parametrize("recipe",
-                         (FULL, replace(FULL, align=False), RELEASED, *(only(FULL, [i]) for i in range(1, 7))),
+                         (FULL, replace(FULL, align=False), RELEASED,
+                          *(only(FULL, [i]) for i in range(1, 7))),
                          ids=("full", "not aligned", "released", *(f"only {i}" for i in range(1, 7))))
 def test_outlier_step_is_the_reference(recipe, T, dtype):
     """
