@@ -4,11 +4,14 @@ Where everything is put together: from a config to a recipe, a back end, a model
     net = build(cfg, corpus.vocab_size, device)     model, linears, their noise, OutControl, remedy
     optimizers = make_optimizers(cfg, net.model)
 
-train.py, eval.py and the programs beside them all build here, so that what they build is the same.
+train.py, eval.py, bench.py and the tools all build here, so that what they build is the same. Importing this
+file also fills the open tables with what rivals/ has.
 """
+import os
 from contextlib import nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Callable, NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ from config import LINEARS, Config, ConfigError, did_you_mean, need
 from model import GPT
 from osci import REMEDIES, Remedy
 from outliers import CHOICES, OutControl
-from quant import BACKENDS, GRIDS, RULES, TENSOR, Counter, Operand, QuantLinear, Recipe
+from quant import AROUND, BACKENDS, GRIDS, RULES, SIGNS, TENSOR, Counter, Operand, QuantLinear, Recipe
 from recipes import MXFP8, RECIPES
 
 # -----------------------------------------------------------------------------
@@ -38,11 +41,14 @@ class Net(NamedTuple):
 
 
 def build(cfg: Config, ids: int, device: torch.device, recipe: Recipe | None = None) -> Net:
-    """ For data of so many ids. recipe is the one that cfg names, unless a checkpoint remembers another. """
+    """
+    For data of so many ids, on this device. recipe is the one that cfg names, unless a checkpoint remembers
+    another one.
+    """
     vocab = cfg.vocab_size or -(-ids // 128) * 128
     need(vocab >= ids, f"vocab_size = {vocab}, but the data has {ids} ids; type --vocab_size=0")
     recipe, layers = recipe or recipe_of(cfg), {}
-    backend, counter = pick_backend(cfg), Counter(cfg.seed, device=device)
+    backend, counter = pick_backend(cfg, device, recipe), Counter(cfg.seed, device=device)
 
     def make_linear(in_features: int, out_features: int, name: str) -> nn.Module:
         own = Recipe() if is_kept(cfg, name) else recipe
@@ -110,20 +116,76 @@ def make_optimizers(cfg: Config, model: GPT) -> list[torch.optim.Optimizer]:
 
 
 def pick_device(cfg: Config) -> torch.device:
-    """ The device that cfg.device asks for; ConfigError where it is not there. """
+    """ The device that cfg.device asks for; ConfigError where there is none that can compute. """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if cfg.device == "auto":
-        return torch.device("cuda" if cuda else "cpu")
-    need({"cpu": True, "cuda": cuda, "mps": mps}[cfg.device],
+    name = ("cuda" if cuda else "cpu") if cfg.device == "auto" else cfg.device
+    need({"cpu": True, "cuda": cuda, "mps": mps}[name],
          f"device = {cfg.device!r}: PyTorch sees none on this machine; type --device=auto")
-    return torch.device(cfg.device)
+    try:
+        torch.zeros(1, device=name) + 1
+    except RuntimeError as error:       # a GPU that is too old for this PyTorch, or that others have filled
+        raise ConfigError(f"the GPU does not work with this PyTorch ({first_line(error)}); "
+                          "type --device=cpu") from None
+    return torch.device(name)
 
 
-def pick_backend(cfg: Config) -> str:
-    """ The back end that cfg.backend asks for, or the fastest that has put itself into BACKENDS. """
-    need(cfg.backend in ("auto", *BACKENDS), f"backend = {cfg.backend!r} is not on this machine; "
-         + did_you_mean(cfg.backend, ("auto", *BACKENDS)))
-    return next(reversed(BACKENDS)) if cfg.backend == "auto" else cfg.backend
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def no_memory(error: Exception) -> bool:
+    """ Whether there was too little of it. The CPU's allocator has no exception of its own. """
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
+def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
+    """
+    Who rounds and multiplies: the back end that cfg.backend names, or the fastest one that can compute this
+    recipe here, which is the last such entry of BACKENDS. ConfigError, with the reason, if it cannot.
+    """
+    if cfg.backend == "reference" or cfg.backend == "auto" and device.type != "cuda":
+        return "reference"              # on a CPU kernels are only interpreted, which is for tests
+    missing = enter_kernels(device)
+    if not any(recipe.operands):
+        return "reference"
+    recipes = [recipe, only(recipe, [3, 4, 5, 6])] if cfg.bf16_forward else [recipe]
+
+    def problem(name: str) -> str:
+        return next(filter(None, (BACKENDS[name].problem(r) for r in recipes)), "")
+    if cfg.backend == "auto":
+        return next(name for name in reversed(BACKENDS) if not problem(name))
+    need(cfg.backend in BACKENDS,
+         f"backend = {cfg.backend!r}: {missing or did_you_mean(cfg.backend, ('auto', *BACKENDS))}")
+    need(not (why := problem(cfg.backend)), f"backend = {cfg.backend!r}: {why}; or type --backend=auto")
+    return cfg.backend
+
+
+def enter_kernels(device: torch.device) -> str:
+    """ Let fused.py put the back ends of a GPU into BACKENDS -> "", or why they cannot run here. """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        if device.type != "cuda" or torch.version.hip:
+            return f"its kernels need an NVIDIA GPU, not {'AMD' if torch.version.hip else device.type}"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f"its kernels need compute capability 8.0, which {torch.cuda.get_device_name()} has not"
+    try:
+        found = version("triton")
+        if tuple(int(n) for n in found.split(".")[:2]) < (3, 6):
+            return f"its kernels need Triton 3.6, not {found}: type pip install -U triton"
+        import fused            # noqa: F401
+        import rivals.kernels   # noqa: F401
+    except PackageNotFoundError:
+        return "Triton is not installed: type pip install triton"
+    except Exception as error:  # whatever a Triton that we do not know stumbles over
+        return f"Triton {found} cannot be used ({first_line(error)}): type pip install triton==3.6"
+    return ""
+
+
+def check_native(net: Net):
+    """ Before the first step the kernels of the back end native have to agree with the reference here. """
+    if net.backend == "native":
+        import fused
+        need(not (problem := fused.check_native(net.recipe, net.counter.state.device)),
+             f"{problem}; type --backend=emulate, and please report it with the output of python bench.py")
 
 
 def autocast(device: torch.device):
@@ -147,20 +209,22 @@ def recipe_of(cfg: Config) -> Recipe:
     The recipe that cfg names, with the changes that cfg makes. ConfigError where these, or outlier channels
     or the remedy, do not fit it: what is wrong with a config and takes no data, device or memory to tell.
     """
-    for knob, known in (("recipe", RECIPES), ("osci", REMEDIES), ("outlier_choice", CHOICES)):
+    for knob, known in (("recipe", RECIPES), ("osci", REMEDIES), ("outlier_choice", CHOICES),
+                        ("scale_rule", ("", *RULES))):
         value = getattr(cfg, knob)
         need(value in known, f"{knob} = {value!r} is unknown; {did_you_mean(value, known)}")
     try:
         recipe = altered(RECIPES[cfg.recipe], cfg)
     except ValueError as error:
-        flags = " ".join(f"--{name}={getattr(cfg, name)}" for name in CHANGES if getattr(cfg, name))
-        raise ConfigError(f"recipe {cfg.recipe} with {flags}: {error}") from None
-    need(not cfg.outlier_frac or not any(recipe.operands) or recipe.outlier is not None,
+        flags = "".join(f" --{name}={getattr(cfg, name)}" for name in CHANGES if getattr(cfg, name))
+        raise ConfigError(f"recipe {cfg.recipe}{flags and ' with' + flags}: {error}") from None
+    if not any(recipe.operands):
+        return recipe
+    need(not cfg.outlier_frac or recipe.outlier is not None,
          f"recipe {cfg.recipe} has no format for outlier channels: type --outlier_frac=0, or a recipe that "
          "has one, such as --recipe=tetrajet_full")
-    turned = recipe.rotate[0] or any(name.startswith("rotate") for name in recipe.around)
-    fits = recipe.y_w and recipe.y_w.grid == "e2m1" and recipe.y_w.rounding == "rtn" and not turned
-    need(cfg.osci == "off" or not any(recipe.operands) or fits,
+    q2, moved = recipe.y_w, recipe.rotate[0] or any(AROUND[name].changes_w for name in recipe.around)
+    need(cfg.osci == "off" or q2 and (q2.grid, q2.rounding) == ("e2m1", "rtn") and not moved,
          f"osci = {cfg.osci!r} is about weights that Q2 rounds to the nearest E2M1 as they are, and recipe "
          f"{cfg.recipe} does not round such: type --osci=off")
     return recipe
@@ -168,71 +232,85 @@ def recipe_of(cfg: Config) -> Recipe:
 
 def idle(cfg: Config) -> str:
     """ The knobs of rounding, outliers and osci that change nothing here: they would pass for ablations. """
-    def rounding(knob: str = "seed") -> list[Recipe]:
-        """ Of each linear, with this knob at its default. """
-        plain = replace(cfg, osci="off", outlier_frac=0.0, **{knob: getattr(Config, knob)})
+    def rounding(cfg: Config) -> list[Recipe]:
+        """ The recipe of each linear. """
+        recipe = altered(RECIPES[cfg.recipe], cfg)
         names = [f"blocks.{i}.{kind}" for i in range(cfg.n_layer) for kind in LINEARS]
+        return [Recipe() if is_kept(cfg, name) else recipe for name in names]
+
+    def changes_nothing(knob: str) -> bool:
+        if knob.startswith("osci"):
+            return not rounds or knob not in ("osci", *REMEDIES[cfg.osci].KNOBS)
+        if knob.startswith("outlier") and not outliers or knob == "bf16_forward" and not forward:
+            return True
         try:
-            return [Recipe() if is_kept(plain, name) else recipe_of(plain) for name in names]
-        except ConfigError:
-            return []       # without it another knob does not fit
-    rounds = any(any(r.operands) for r in rounding())
-    used = ("osci", *REMEDIES[cfg.osci].KNOBS) if rounds else ()
-    set_here = {knob: value for knob, value in asdict(cfg).items() if value != getattr(Config, knob)}
-    unused = [f"{knob} = {value!r}" for knob, value in set_here.items()
-              if knob in ROUNDING and rounding(knob) == rounding()
-              or knob.startswith("osci") and knob not in used
-              or knob.startswith("outlier") and not (cfg.outlier_frac and rounds)]
+            return knob in ROUNDING and rounding(replace(cfg, **{knob: getattr(Config, knob)})) == ours
+        except ValueError:
+            return False        # without it another knob does not fit
+
+    ours = rounding(cfg)
+    rounds, forward = (any(any(r.operands[:n]) for r in ours) for n in (6, 2))
+    outliers = rounds and any(round(cfg.outlier_frac * width) for width in (cfg.d_model, cfg.d_ff))
+    unused = [f"{field.name} = {getattr(cfg, field.name)!r}" for field in fields(cfg)
+              if getattr(cfg, field.name) != field.default and changes_nothing(field.name)]
     return f"without effect: {', '.join(unused)}" if unused else ""
 
 
 USUAL = {"rtn": "nearest", "sr": "up"}         # rounding -> rule, for scales with a mantissa
 
 
-def altered(recipe: Recipe, cfg) -> Recipe:
+def altered(recipe: Recipe, cfg: Config) -> Recipe:
     """
-    The recipe with the changes of cfg, a Config: quantizers, rotate, rotate_size, block_w, block_x,
-    scale_rule, backward, outer, align, outlier_format. ValueError where these do not fit each other or the
-    recipe. A recipe that rounds nothing stays what it is.
+    The recipe with the changes of cfg, its knobs in CHANGES and quantizers. ValueError where these do not fit
+    each other or the recipe. A recipe that rounds nothing stays what it is.
     """
     if not any(recipe.operands):
         return recipe
-    ops = {field.name: op for field, op in zip(fields(recipe), recipe.operands) if op}
-    for name, op in ops.items():
-        product, tensor = name.split("_")
-        new = {}
-        if block := {"w": cfg.block_w, "x": cfg.block_x}.get(tensor):
-            new["block"] = tuple(int(n) for n in block.split("x"))
+    ops = {}
+    for field, op in zip(fields(recipe), recipe.operands):
+        if op is None:
+            continue
+        product, tensor = field.name.split("_")
+        block, rule = {"w": cfg.block_w, "x": cfg.block_x}.get(tensor), RULES[op.rule]
+        new = {"block": tuple(int(n) for n in block.split("x"))} if block else {}
         if cfg.outer:
             new["outer"] = TENSOR if cfg.outer == "tensor" else int(cfg.outer)
         if product != "y":
-            # eden is a rule of its own, and its rounding none of these two
-            changed = cfg.backward and (cfg.backward != op.rounding or op.rule == "eden")
+            # a rule that knows one rounding alone is itself that rounding, and another is no change of scales
+            alone = len(rule.rounds) == 1
+            if cfg.scale_rule and alone and not cfg.backward:
+                raise ValueError(f"rule {op.rule} rounds in a way of its own: add --backward=sr or rtn")
+            changed = cfg.backward and (cfg.backward != op.rounding or alone) and GRIDS[op.scale].mbits
             rounding = cfg.backward or op.rounding
-            if cfg.scale_rule and op.rule == "max":
-                raise ValueError("a format without inner scales has no rule for them")
-            usual = USUAL[rounding] if changed and op.scale != "e8m0" and op.rule != "max" else op.rule
+            usual = USUAL[rounding] if changed and op.rule != "max" else op.rule
             new |= {"rounding": rounding, "rule": cfg.scale_rule or usual}
-        ops[name] = replace(op, **new)
-    new = {"align": recipe.align if cfg.align == "" else cfg.align == "true",
-           "outlier": {"": recipe.outlier, "mxfp8": MXFP8, "bf16": "bf16"}[cfg.outlier_format]}
-    around = [name for name in recipe.around if name.startswith("rotate")]
-    sizes = [int(around[0].split()[1]) if around else recipe.rotate[0], *recipe.rotate[1:]]
+        if op.rule == "max" and ("block" in new or new.get("rule", "max") != "max"):
+            raise ValueError("a format without inner scales has neither blocks nor a rule for these")
+        ops[field.name] = replace(op, **new)
+    outlier = {"": recipe.outlier, "mxfp8": MXFP8, "bf16": "bf16"}[cfg.outlier_format]
+    align = recipe.align if cfg.align == "" else cfg.align == "true"
+    recipe = rotated(replace(recipe, **ops, outlier=outlier, align=align), cfg)
+    return checked(only(recipe, [int(n) for n in cfg.quantizers.split(",") if n]))
+
+
+def rotated(r: Recipe, cfg: Config) -> Recipe:
+    """
+    The recipe with the rotations that cfg asks for. A rotation of Y lies around the linear where its
+    gradients are aligned, as these have to start from what was rounded in between.
+    """
+    around = [name for name in r.around if name.startswith("rotate")]       # such as "rotate 32 none"
+    _, size, signs = around[0].split() if around else ("", r.rotate[0], "fixed")
+    sizes = [int(size), *r.rotate[1:]]
     if cfg.rotate:
         sizes = [(size or cfg.rotate_size or 16) if product in cfg.rotate.split(",") else 0
                  for product, size in zip(("y", "dx", "dw"), sizes)]
     sizes = [cfg.rotate_size or size if size else 0 for size in sizes]
-    rest = tuple(name for name in recipe.around if not name.startswith("rotate"))
-    if sizes[0] and (new["align"] or around):
-        signs = around[0].split()[2] if around else "fixed"
-        new |= {"around": (f"rotate {sizes[0]} {signs}", *rest), "rotate": (0, *sizes[1:])}
-    else:
-        new |= {"around": rest, "rotate": tuple(sizes)}
-        if sizes[0] and recipe.signs[0] == "fresh":
-            # evaluation has to see the function that was trained
-            new["signs"] = ("fixed", *recipe.signs[1:])
-    numbers = [int(n) for n in cfg.quantizers.split(",") if n]
-    return checked(only(replace(recipe, **ops, **new), numbers))
+    rest = tuple(name for name in r.around if name not in around)
+    if sizes[0] and (r.align or around):
+        return replace(r, around=(f"rotate {sizes[0]} {signs}", *rest), rotate=(0, *sizes[1:]))
+    # evaluation has to see the function that was trained, so the signs of Y are never fresh
+    fixed = sizes[0] and r.signs[0] == "fresh"
+    return replace(r, around=rest, rotate=tuple(sizes), signs=("fixed", *r.signs[1:]) if fixed else r.signs)
 
 
 def only(r: Recipe, numbers) -> Recipe:
@@ -240,21 +318,26 @@ def only(r: Recipe, numbers) -> Recipe:
     ops = [op if i in numbers else None for i, op in enumerate(r.operands, 1)]
     rotate = tuple(size if any(ops[2 * i : 2 * i + 2]) else 0 for i, size in enumerate(r.rotate))
     names = [field.name for field in fields(r)[:6]]
-    return replace(r, **dict(zip(names, ops)), rotate=rotate, around=r.around if any(ops[:2]) else ())
+    return replace(r, **dict(zip(names, ops)), align=r.align and bool(ops[3] or ops[5]), rotate=rotate,
+                   around=r.around if any(ops[:2]) else ())
 
 
 def checked(r: Recipe) -> Recipe:
     """ The recipe; ValueError where a table has no such entry, or where entries do not fit each other. """
-    for op in (*r.operands, r.outlier):
-        if not isinstance(op, Operand):
-            continue
-        for field, known in (("grid", GRIDS), ("scale", GRIDS), ("rule", RULES), ("rounding", USUAL)):
-            if (value := getattr(op, field)) not in known:
-                raise ValueError(f"{field} is one of {', '.join(known)}, not {value!r}")
+    known = [*((name, SIGNS, "signs") for name in r.signs), *((name, AROUND, "around") for name in r.around)]
+    operands = [op for op in (*r.operands, r.outlier) if isinstance(op, Operand)]
+    for op in operands:
+        known += [(op.grid, GRIDS, "grid"), (op.scale, GRIDS, "scale"), (op.rule, RULES, "rule"),
+                  (op.rounding, USUAL, "rounding")]
+    for name, table, field in known:
+        if name not in table:
+            raise ValueError(f"{field} {name!r} is unknown ({did_you_mean(name, table)}). If a file of yours "
+                             "enters it, import that file in rivals/__init__.py")
+    for op in operands:
+        rule, power = RULES[op.rule], GRIDS[op.scale].mbits == 0
         if op.outer > 0 and op.outer % op.block[1]:
             raise ValueError(f"outer is 0, TENSOR or a multiple of the block's {op.block[1]} columns, "
                              f"not {op.outer}")
-        rule, power = RULES[op.rule], GRIDS[op.scale].mbits == 0
         if rule.scales not in ("any", "powers" if power else "mantissa"):
             raise ValueError(f"rule {op.rule} is not for scales {op.scale}")
         if rule.grids and op.grid not in rule.grids:

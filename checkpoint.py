@@ -7,7 +7,8 @@ A run's folder, out/<name>/: what a run writes there, and how it finds itself ag
     ckpt_000000150.pt  the last two checkpoints, each whole whenever the run is killed
 
 A checkpoint is what torch.save writes: a zip file with a checksum for each record. A file that does not agree
-with its checksums, torn or with a flipped bit, is skipped with a line, and the one before it is taken.
+with its checksums, torn or with a flipped bit, is skipped with a line, and the one before it is taken. It is
+written under another name first, so a kill at any moment leaves the one before as it was.
 
 What lives between two steps is in the state of the model and of its optimizers: weights, outlier channels and
 open windows are parameters and buffers of layers. Nothing here knows the names of any of them. Batches and
@@ -17,23 +18,25 @@ import csv
 import inspect
 import json
 import os
+import secrets
 import subprocess
 import zipfile
 import zlib
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
-from build import Net
+from build import Net, first_line
 from config import FREE, Config, ConfigError, check, fit, in_full, need
 from data import Corpus
 from quant import AROUND, RULES, SIGNS, Operand, Recipe
 from recipes import to_json
 
 FORMAT = 2
+FILES = ("log.txt", "metrics.csv", "config.json", "wandb_id.txt")
 
 # -----------------------------------------------------------------------------
 # a run's folder
@@ -45,7 +48,11 @@ class Run:
     def __init__(self, cfg: Config, columns: tuple[str, ...]):
         self.cfg, self.columns, self.folder = cfg, columns, in_full(cfg.out) / cfg.name
         self.last_good: Path | None = None      # the checkpoint that was loaded or written last
+        self.wandb = None                       # of --wandb
         self.folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.folder / name for name in FILES):
+            # to open a pipe, say, would wait for somebody at its other end
+            need(path.is_file() or not path.exists(), f"{path} is no regular file; type --name=ANOTHER")
         self.log = open(self.folder / "log.txt", "a", encoding="utf-8")
         try:
             import fcntl
@@ -54,15 +61,11 @@ class Run:
             raise ConfigError(f"another process trains in {self.folder}; type --name=ANOTHER") from None
         except (ImportError, OSError):
             pass                                # Windows, and file systems without locks
-        for path in self.folder.glob("ckpt_*.tmp"):
-            path.unlink()                       # of a run that was killed while it saved
-        if cfg.overwrite:
-            for path in (*checkpoints(self.folder), self.folder / "metrics.csv"):
-                path.unlink(missing_ok=True)
-            self.log.truncate(0)
+        for path in (*self.folder.glob("ckpt_*.tmp"), *(self.folder / f"{name}.tmp" for name in FILES)):
+            path.unlink(missing_ok=True)        # of a run that was killed while it wrote
 
     def say(self, line: str):
-        """ To the terminal and to log.txt. Neither a closed pipe nor a full disk ends a run. """
+        """ To the terminal and to log.txt. Neither a closed terminal nor a full disk ends a run. """
         with suppress(OSError):
             print(line, flush=True)
         with suppress(OSError):
@@ -77,6 +80,8 @@ class Run:
                 csv.writer(file, lineterminator="\n").writerow(shown)
         except OSError as error:
             self.say(f"warning: a row of metrics.csv is lost: {error.strerror}")
+        if self.wandb:
+            self.track(lambda: self.wandb.log({c: values[c] for c in self.columns if c in values}))
 
     def save(self, state: dict) -> bool:
         """
@@ -104,24 +109,25 @@ class Run:
 
     def resume(self, net: Net, optimizers: list, corpus: Corpus) -> tuple[int, float]:
         """ Load the newest good checkpoint -> its step and seconds of training; 0, 0.0 for a fresh start. """
-        found, cfg = newest(self.folder, self.say), self.cfg
-        need(found or not checkpoints(self.folder), f"{self.folder} holds checkpoints and none can be read; "
-             "type --name=ANOTHER, or --overwrite to start anew")
-        self.last_good, state = found or (None, None)
-        if state:
+        cfg, old = self.cfg, checkpoints(self.folder)
+        found = None if cfg.overwrite else newest(self.folder, self.say)
+        need(found or cfg.overwrite or not old, f"{self.folder} holds checkpoints and none can be read; "
+             "type --name=ANOTHER, or --overwrite to delete them and start anew")
+        step, seconds = 0, 0.0
+        if found:
+            self.last_good, state = found
+            step, seconds = state["step"], state["seconds"]
             self.check_same(state, net, corpus)
             fill(net, state)
             for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-            self.say(f"continuing from {self.last_good}, step {state['step']}")
+            self.say(f"continuing from {self.last_good}, step {step}")
         elif cfg.init_from:
-            path, other = newest(in_full(cfg.init_from), self.say) or (None, None)
-            need(other, f"init_from = {cfg.init_from!r} holds no checkpoint that can be read")
-            parameters = dict(net.model.named_parameters())
-            fill(net, {"model": net.model.state_dict() | {n: t for n, t in other["model"].items()
-                                                          if n in parameters}})
-            self.say(f"weights of {path}")
-        step, seconds = (state["step"], state["seconds"]) if state else (0, 0.0)
+            self.say(f"weights of {take_weights(net, in_full(cfg.init_from), self.say)}")
+        if cfg.overwrite:
+            for path in (*old, self.folder / "metrics.csv", self.folder / "wandb_id.txt"):
+                path.unlink(missing_ok=True)
+            self.log.truncate(0)
         write(self.folder / "config.json", json.dumps(asdict(cfg), indent=1))
         self.drop_rows(step)
         return step, seconds
@@ -129,13 +135,15 @@ class Run:
     def check_same(self, state: dict, net: Net, corpus: Corpus):
         """ ConfigError unless the run in this folder is the one that this command asks for. """
         new = f"type --name=ANOTHER, or --overwrite to delete the run in {self.folder}"
-        differ = [f"{knob}={state['config'].get(knob)!r}" for knob, value in asdict(self.cfg).items()
-                  if knob not in FREE and state["config"].get(knob) != value]
-        need(not differ, f"{self.folder} holds a run with {', '.join(differ)}; {new}")
+        before = asdict(config_of(state))
+        differ = [f"{knob}={before[knob]!r}" for knob, value in asdict(self.cfg).items()
+                  if knob not in FREE and before[knob] != value]
+        more = f"--name=ANOTHER --init_from={self.folder} starts from its weights; " * \
+            (len(differ) == 1 and differ[0].startswith("steps="))
+        need(not differ, f"{self.folder} holds a run with {', '.join(differ)}; {more}{new}")
         need(state["recipe"] == to_json(net.recipe), f"the recipe {self.cfg.recipe} has changed since; {new}")
         need(state["data"] == fingerprint(corpus), f"the run began with other data ({state['data']}, now "
              f"{fingerprint(corpus)}): type --data=DIR of the same, or {new}")
-        need(state["step"] <= self.cfg.steps, f"{self.folder} is at step {state['step']} already; {new}")
         need(not self.cfg.stop_at or state["step"] < self.cfg.stop_at,
              f"{self.folder} is at step {state['step']} already: type a larger --stop_at, or none")
         ours = sources(net.recipe)
@@ -146,11 +154,32 @@ class Run:
 
     def drop_rows(self, step: int):
         """ Forget the rows from this step on: they will be computed, and logged, again. """
-        path, lines = self.folder / "metrics.csv", []
+        path, rows = self.folder / "metrics.csv", []
         if step and path.is_file():
-            lines = path.read_text(errors="replace").splitlines()[1:]
-        kept = [line for line in lines if line.split(",")[0].isdigit() and int(line.split(",")[0]) < step]
-        write(path, "\n".join([",".join(self.columns), *kept]) + "\n")
+            rows = [line.split(",") for line in path.read_text(errors="replace").splitlines()]
+        # a row that a full disk or a kill cut off is no row
+        rows = [row for row in rows
+                if len(row) == len(self.columns) and row[0].isdigit() and int(row[0]) < step]
+        write(path, "".join(",".join(row) + "\n" for row in [self.columns, *rows]))
+
+    def start_wandb(self):
+        """ --wandb: send the rows of metrics.csv to Weights & Biases too, which its own variables set. """
+        import wandb
+        path = self.folder / "wandb_id.txt"         # a run that is continued keeps its id
+        if not path.is_file():
+            write(path, secrets.token_hex(8))
+        self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "tetrajet"), name=self.cfg.name,
+                                id=path.read_text().strip(), resume="allow", dir=self.folder,
+                                config=asdict(self.cfg))
+        self.wandb.define_metric("*", step_metric="step")
+
+    def track(self, call):
+        """ Whatever fails in wandb is a line, and the run goes on without it: metrics.csv is the record. """
+        try:
+            call()
+        except Exception as error:
+            self.wandb = None
+            self.say(f"warning: wandb gets no more rows ({first_line(error)})")
 
 
 def write(path: Path, text: str):
@@ -158,10 +187,6 @@ def write(path: Path, text: str):
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 # -----------------------------------------------------------------------------
@@ -177,7 +202,8 @@ def snapshot(cfg: Config, net: Net, optimizers: list, corpus: Corpus, step: int,
 
 def checkpoints(folder: Path) -> list[Path]:
     """ The checkpoints of a run, newest first. """
-    return sorted(folder.glob("ckpt_" + "[0-9]" * 9 + ".pt"), reverse=True)
+    found = folder.glob("ckpt_" + "[0-9]" * 9 + ".pt")
+    return sorted((path for path in found if path.is_file()), reverse=True)
 
 
 def newest(folder: Path, say=print) -> tuple[Path, dict] | None:
@@ -205,6 +231,16 @@ def read(path: Path) -> dict:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"is no checkpoint of this program (format {FORMAT})")
     return state
+
+
+def take_weights(net: Net, folder: Path, say) -> Path:
+    """ Start from the weights of another run -> its checkpoint. Channels and windows are this run's own. """
+    path, other = newest(folder, say) or (None, None)
+    need(other, f"init_from = {str(folder)!r} holds no checkpoint that can be read; type the folder of a run")
+    names = dict(net.model.named_parameters())
+    theirs = {name: tensor for name, tensor in other["model"].items() if name in names}
+    fill(net, {"model": net.model.state_dict() | theirs})
+    return path
 
 
 def config_of(state: dict, **changes) -> Config:
@@ -235,7 +271,7 @@ def fill(net: Net, state: dict):
 def code() -> str:
     """ The code as it was at the first call: a checksum of its files, behind the commit if git knows one. """
     here, checksum = Path(__file__).resolve().parent, 0
-    for path in sorted(here.glob("*.py")):
+    for path in sorted((*here.glob("*.py"), *here.glob("rivals/*.py"))):
         checksum = zlib.crc32(path.read_bytes(), checksum)
     try:
         head = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True)
@@ -250,8 +286,17 @@ def sources(recipe: Recipe) -> dict[str, str]:
     named = {f"rule {op.rule}": RULES[op.rule].f for op in ops}
     named |= {f"signs {name}": SIGNS[name] for name in recipe.signs}
     named |= {f"around {name}": AROUND[name].f for name in recipe.around}
-    return {name: f"{zlib.crc32(inspect.getsource(getattr(f, 'func', f)).encode()):08x}"
-            for name, f in named.items()}
+    return {name: f"{zlib.crc32(source(f).encode()):08x}" for name, f in named.items()}
+
+
+def source(f) -> str:
+    """ The text of a function, and of a partial one its arguments too. """
+    if isinstance(f, partial):
+        return f"{source(f.func)}{f.args}{sorted(f.keywords.items())}"
+    try:
+        return inspect.getsource(f)
+    except (OSError, TypeError):        # typed at a prompt, or written in C
+        return repr(type(f))
 
 
 SAMPLES, LENGTH = 2048, 4096
