@@ -132,15 +132,18 @@ class GPT(nn.Module):
         """
         Matrices from a normal that is cut at 3 std, which leaves 0.987 std; norms 1: as in OLMo-2. All of it
         is drawn from one generator on the CPU, in the order of named_parameters(), so that every device and
-        every make_linear starts from the same weights.
+        every make_linear starts from the same weights. randn has the same numbers in every version of torch;
+        trunc_normal_ has not.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, p in self.named_parameters():
             layer = name.removesuffix(".weight").split(".")[-1]
             if name.endswith(".weight") and layer in ("embed", "qkv", "out", "up", "down", "head"):
                 if not p.is_meta:    # a model on the meta device is only counted
-                    drawn = torch.empty(p.shape, device="cpu")
-                    p.copy_(nn.init.trunc_normal_(drawn, 0.0, std, -3 * std, 3 * std, generator=generator))
+                    drawn = torch.randn(p.shape, generator=generator)
+                    while (beyond := drawn.abs() > 3).any():
+                        drawn[beyond] = torch.randn(int(beyond.sum()), generator=generator)
+                    p.copy_(std * drawn)
             elif name.endswith(".weight") and layer in ("q_norm", "k_norm", "attn_norm", "mlp_norm", "norm"):
                 p.fill_(1.0)
             else:
