@@ -46,7 +46,7 @@ def rope_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tens
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     Turn each pair of channels of x (B, H, S, D) by its angle; cos and sin are (S, D/2).
 
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         # over all heads together, so a head may be louder than another; it bounds the logits of attention
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(B, S, self.n_head, -1).transpose(1, 2) for t in (q, k, v))    # (B, H, S, D)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        y = F.scaled_dot_product_attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(B, S, d))
 
 

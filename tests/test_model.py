@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from config import Config
-from model import GPT, IGNORE, RMSNorm, plain_linear, rope_tables, rotate
+from model import GPT, IGNORE, RMSNorm, plain_linear, rope, rope_tables
 
 # several of everything, no two sizes alike, so that a transposed or swapped axis cannot pass
 CFG = Config(n_layer=3, d_model=48, n_head=4, d_ff=80, seq_len=32, seed=5)
@@ -111,7 +111,7 @@ def test_positions_matter_only_by_difference():
     cos, sin = rope_tables(64, 8, 10_000.0)
     g = torch.Generator().manual_seed(1)
     q, k = torch.randn(2, 8, generator=g)
-    q, k = (rotate(x.expand(1, 1, 64, 8), cos, sin)[0, 0] for x in (q, k))     # (64, 8), alike everywhere
+    q, k = (rope(x.expand(1, 1, 64, 8), cos, sin)[0, 0] for x in (q, k))     # (64, 8), alike everywhere
     scores = q @ k.T
     for distance in (0, 1, 13):
         d = scores.diagonal(distance)
@@ -186,7 +186,7 @@ def test_bf16_autocast_keeps_norms_and_loss_in_float32():
 
 def test_compiles_without_graph_break():
     """ Catches Python in the forward that a compiler cannot follow, also for a second length. """
-    model = lively()
+    model = lively(replace(CFG, n_layer=1))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for S in (32, 7):
         x, y = tokens(S=S), tokens(S=S, seed=1)
