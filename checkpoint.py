@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import subprocess
+import sys
 import zipfile
 import zlib
 from contextlib import suppress
@@ -66,8 +67,10 @@ class Run:
 
     def say(self, line: str):
         """ To the terminal and to log.txt. Neither a closed terminal nor a full disk ends a run. """
-        with suppress(OSError):
+        try:
             print(line, flush=True)
+        except OSError:
+            sys.stdout = open(os.devnull, "w")      # whoever read it has left, as in `| head -1`
         with suppress(OSError):
             print(line, file=self.log, flush=True)
 
