@@ -22,6 +22,7 @@ from config import LINEARS, Config, ConfigError, did_you_mean, need
 from model import GPT
 from osci import REMEDIES, Remedy
 from outliers import CHOICES, OutControl
+from parallel import ALONE, Ranks, take_gpu
 from quant import AROUND, BACKENDS, GRIDS, RULES, SIGNS, TENSOR, Counter, Operand, QuantLinear, Recipe
 from recipes import MXFP8, RECIPES
 
@@ -38,17 +39,20 @@ class Net(NamedTuple):
     backend: str
     outliers: OutControl
     remedy: Remedy
+    ranks: Ranks                        # the processes that train it together
+    forward: Callable                   # what training calls in the place of model, see Ranks.share
 
 
-def build(cfg: Config, ids: int, device: torch.device, recipe: Recipe | None = None) -> Net:
+def build(cfg: Config, ids: int, device: torch.device, recipe: Recipe | None = None,
+          ranks: Ranks = ALONE) -> Net:
     """
-    For data of so many ids, on this device. recipe is the one that cfg names, unless a checkpoint remembers
-    another one.
+    For data of so many ids, on this device, shared by these ranks. recipe is the one that cfg names, unless a
+    checkpoint remembers another one.
     """
     vocab = cfg.vocab_size or -(-ids // 128) * 128
     need(vocab >= ids, f"vocab_size = {vocab}, but the data has {ids} ids; type --vocab_size=0")
     recipe, layers = recipe or recipe_of(cfg), {}
-    backend, counter = pick_backend(cfg, device, recipe), Counter(cfg.seed, device=device)
+    backend, counter = pick_backend(cfg, device, recipe), Counter(cfg.seed, ranks.rank, device)
 
     def make_linear(in_features: int, out_features: int, name: str) -> nn.Module:
         own = Recipe() if is_kept(cfg, name) else recipe
@@ -64,7 +68,7 @@ def build(cfg: Config, ids: int, device: torch.device, recipe: Recipe | None = N
     remedy = REMEDIES[cfg.osci if rounded else "off"](rounded, cfg)
     if cfg.compile and device.type == "cuda":
         compile_parts(model)
-    return Net(model, layers, counter, recipe, backend, outliers, remedy)
+    return Net(model, layers, counter, recipe, backend, outliers, remedy, ranks, ranks.share(model))
 
 
 def is_kept(cfg: Config, name: str) -> bool:
@@ -121,6 +125,8 @@ def pick_device(cfg: Config) -> torch.device:
     name = ("cuda" if cuda else "cpu") if cfg.device == "auto" else cfg.device
     need({"cpu": True, "cuda": cuda, "mps": mps}[name],
          f"device = {cfg.device!r}: PyTorch sees none on this machine; type --device=auto")
+    if name == "cuda":
+        take_gpu()
     try:
         torch.zeros(1, device=name) + 1
     except RuntimeError as error:       # a GPU that is too old for this PyTorch, or that others have filled

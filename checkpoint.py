@@ -33,6 +33,7 @@ import torch
 from build import Net, first_line
 from config import FREE, Config, ConfigError, check, fit, in_full, need
 from data import Corpus
+from parallel import load_model, load_optimizer
 from quant import AROUND, RULES, SIGNS, Operand, Recipe
 from recipes import to_json
 
@@ -112,28 +113,37 @@ class Run:
 
     def resume(self, net: Net, optimizers: list, corpus: Corpus) -> tuple[int, float]:
         """ Load the newest good checkpoint -> its step and seconds of training; 0, 0.0 for a fresh start. """
+        state = net.ranks.from_first(self.find(net, corpus))
+        step, seconds = 0, 0.0
+        if state:
+            step, seconds = state["step"], state["seconds"]
+            fill(net, state)
+            for optimizer, saved in zip(optimizers, state["optimizers"]):
+                load_optimizer(optimizer, saved)
+        self.begin(step)
+        return step, seconds
+
+    def find(self, net: Net, corpus: Corpus) -> dict | None:
+        """ What this run starts from: its newest good checkpoint, weights of another run, or None. """
         cfg, old = self.cfg, checkpoints(self.folder)
         found = None if cfg.overwrite else newest(self.folder, self.say)
         need(found or cfg.overwrite or not old, f"{self.folder} holds checkpoints and none can be read; "
              "type --name=ANOTHER, or --overwrite to delete them and start anew")
-        step, seconds = 0, 0.0
-        if found:
-            self.last_good, state = found
-            step, seconds = state["step"], state["seconds"]
-            self.check_same(state, net, corpus)
-            fill(net, state)
-            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-            self.say(f"continuing from {self.last_good}, step {step}")
-        elif cfg.init_from:
-            self.say(f"weights of {take_weights(net, in_full(cfg.init_from), self.say)}")
-        if cfg.overwrite:
-            for path in (*old, self.folder / "metrics.csv", self.folder / "wandb_id.txt"):
+        if not found:
+            return weights_of(net, in_full(cfg.init_from), self.say) if cfg.init_from else None
+        self.last_good, state = found
+        self.check_same(state, net, corpus)
+        self.say(f"continuing from {self.last_good}, step {state['step']}")
+        return state
+
+    def begin(self, step: int):
+        """ Make the folder ready for the steps from this one on. """
+        if self.cfg.overwrite:
+            for path in (*checkpoints(self.folder), self.folder / "metrics.csv", self.folder / "wandb_id.txt"):
                 path.unlink(missing_ok=True)
             self.log.truncate(0)
-        write(self.folder / "config.json", json.dumps(asdict(cfg), indent=1))
+        write(self.folder / "config.json", json.dumps(asdict(self.cfg), indent=1))
         self.drop_rows(step)
-        return step, seconds
 
     def check_same(self, state: dict, net: Net, corpus: Corpus):
         """ ConfigError unless the run in this folder is the one that this command asks for. """
@@ -185,6 +195,21 @@ class Run:
             self.say(f"warning: wandb gets no more rows ({first_line(error)})")
 
 
+class Onlooker(Run):
+    """ What all ranks but the first have in the place of a Run: it finds, says and writes nothing. """
+
+    def __init__(self, cfg: Config, columns: tuple[str, ...]):
+        self.cfg, self.columns, self.folder, self.last_good = cfg, columns, in_full(cfg.out) / cfg.name, None
+
+    def say(self, *_):
+        return None
+
+    find = begin = row = track = start_wandb = say
+
+    def save(self, state: dict) -> bool:
+        return True
+
+
 def write(path: Path, text: str):
     """ Replace a file as a whole, or not at all. """
     temporary = path.with_name(path.name + ".tmp")
@@ -197,10 +222,11 @@ def write(path: Path, text: str):
 
 
 def snapshot(cfg: Config, net: Net, optimizers: list, corpus: Corpus, step: int, seconds: float) -> dict:
-    """ What a checkpoint holds. """
+    """ What a checkpoint holds, on the first rank; all of them have to call this. """
     return {"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(net.recipe),
             "sources": sources(net.recipe), "data": fingerprint(corpus), "step": step, "seconds": seconds,
-            "model": net.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            "model": net.ranks.whole(net.model.state_dict()),
+            "optimizers": [net.ranks.whole(o.state_dict()) for o in optimizers]}
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -236,14 +262,15 @@ def read(path: Path) -> dict:
     return state
 
 
-def take_weights(net: Net, folder: Path, say) -> Path:
-    """ Start from the weights of another run -> its checkpoint. Channels and windows are this run's own. """
+def weights_of(net: Net, folder: Path, say) -> dict:
+    """ A checkpoint of step 0 with the weights of another run. Channels and windows are this run's own. """
     path, other = newest(folder, say) or (None, None)
     need(other, f"init_from = {str(folder)!r} holds no checkpoint that can be read; type the folder of a run")
+    say(f"weights of {path}")
     names = dict(net.model.named_parameters())
     theirs = {name: tensor for name, tensor in other["model"].items() if name in names}
-    fill(net, {"model": net.model.state_dict() | theirs})
-    return path
+    own = {name: tensor for name, tensor in net.model.state_dict().items() if name not in names}
+    return {"model": own | theirs, "optimizers": [], "step": 0, "seconds": 0.0}
 
 
 def config_of(state: dict, **changes) -> Config:
@@ -263,7 +290,7 @@ def fill(net: Net, state: dict):
                    for side in (saved, net.model.state_dict()))
     wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     need(not wrong, f"the checkpoint does not fit this model: {', '.join(wrong[:1])} differs")
-    net.model.load_state_dict(saved)
+    load_model(net.model, saved)
 
 
 # -----------------------------------------------------------------------------

@@ -4,32 +4,35 @@ More than one GPU: what the processes of one run do together.
     torchrun --nproc_per_node=4 train.py configs/tetrajet_full.py                    four GPUs of a machine
     torchrun --nproc_per_node=4 train.py configs/tetrajet_full.py --parallel=fsdp    each with part of a model
 
-torchrun starts train.py once for each GPU, a rank, and PyTorch's own DDP or FSDP2 sums their gradients.
-Without torchrun there is one rank, ALONE, and nothing here does anything.
+torchrun starts train.py once for each GPU, and each of these processes is a rank. PyTorch's own DDP or FSDP2
+sums their gradients. Without torchrun there is one rank, ALONE, and nothing here does anything.
 
     what             ddp                            fsdp
     weights, Adam    all of it on each rank         each weight's rows are dealt out, the first to rank 0
-    forward          as on one GPU                  a block's weights are put together, then rounded
-    gradients        summed over all ranks          ... and each rank keeps those of its rows
-    OsciReset        each rank does the same        each rank looks after its rows
-    OutControl       norms are summed over ranks, so that all choose alike (outliers.py)
-    gradient noise   a stream of its own for each rank: part of the address of each draw (quant.py)
+    forward          as on one GPU                  a block's weights are put together, and then rounded
+    gradients        summed over all ranks          summed, and each rank keeps those of its rows
+    OsciReset        each rank does the same        each rank puts the weight together and does the same
+    OutControl       norms are summed over ranks, so that all of them choose the same channels (outliers.py)
+    gradient noise   each rank has its own: its number is part of the address of each draw (noise.py)
 
 The batch is a setting, in tokens, and each rank takes its share of the sequences of each micro-step, so any
 number of ranks sees the same batches. Rank 0 alone prints and writes files, in the format of a single
 process: a checkpoint is whole, and any number of ranks, by either way, can go on from it.
 
-A rank that fails tells why and ends at once. torchrun then ends the others; one that waits for it in vain, on
-another machine, gives up by itself when the connection breaks, or after TIMEOUT.
+A rank that fails tells why and ends at once. torchrun then ends the others. One that waits for it in vain, on
+another machine, gives up when the connection breaks.
 
 What this file leaves out: tensor and pipeline parallelism, and weights that do not fit on one GPU before they
 are dealt out.
 """
+import math
 import os
+import signal
 import sys
 import time
+import traceback
 import warnings
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Callable
@@ -38,66 +41,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import Config, ConfigError, check_share, no_other_launcher
-from data import DataError
+from config import Config, ConfigError, need
+from osci import dealt, whole
 
 # Rank 0 saves and starts up while the others wait for it: long enough for a slow disk and a compiler
 TIMEOUT = timedelta(minutes=10)
-# torchrun ends all ranks as soon as it sees one that has failed, and the one that tells why may be slower.
-# Seconds that the others give it
+# torchrun ends all ranks as soon as it sees one that has failed. So those that fail for the reason that
+# another one tells wait for so many seconds before they speak, and most of them never do
 GRACE = 10
+# What all ranks find at the same moment
+SHARED = (ConfigError, FloatingPointError, KeyboardInterrupt)
+
+
+def start(cfg: Config, device: torch.device) -> "Ranks":
+    """ Meet the other ranks. ConfigError, on all of them, if the run cannot be shared. """
+    no_other_launcher()
+    if world() == 1:
+        return ALONE
+    check_shares(cfg, world())
+    need(device.type in ("cpu", "cuda"),
+         f"device = {device.type!r} trains alone: type --device=cpu, or leave torchrun out")
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    need(device.type == "cuda" or cfg.parallel == "ddp" or version >= (2, 7),
+         f"parallel = 'fsdp' on a CPU needs PyTorch 2.7, this is {torch.__version__}: type --parallel=ddp")
+    if device.type == "cuda":
+        # Gloo carries what the ranks agree on between two steps, without a wait for the GPU
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=own)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    return Ranks(int(os.environ["RANK"]), world(), cfg.parallel, device)
+
+
+def take_gpu():
+    """ Each process of a machine computes on a GPU of its own: to be called before any GPU is used. """
+    if launched():
+        here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        need(here <= gpus, f"torchrun started {here} processes here, where PyTorch sees {gpus} GPUs: "
+                           f"type --nproc_per_node={gpus}")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def launched() -> bool:
     """ Whether torchrun started this process, and not a shell in which one of its variables is left over. """
-    numbers = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return elastic() and os.environ.get("MASTER_ADDR", "") != "" and all(map(str.isdecimal, numbers))
+    names = "TORCHELASTIC_RUN_ID MASTER_ADDR RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+    return all(name in os.environ for name in names.split())
 
 
-def elastic() -> bool:
-    return dist.is_available() and dist.is_torchelastic_launched()
+def world() -> int:
+    """ How many ranks there are. """
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
-def speaks() -> bool:
-    """ Whether this process tells of what every process of its machine finds, such as a misspelt knob. """
-    return not launched() or os.environ["LOCAL_RANK"] == "0"
+def no_other_launcher():
+    """ ConfigError if mpirun, say, and not torchrun has started several processes: each would train all. """
+    # of a Slurm job the step's number, since a script of sbatch is one process of a job with more tasks
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        size = os.environ.get(name) or "1"
+        need(size == "1" or launched(),
+             f"{name} is {size}, but torchrun did not start this program: type torchrun "
+             f"--nproc_per_node=GPUS train.py ..., or `unset {name}` to train alone")
 
 
-@contextmanager
-def one_voice():
-    """ Within this block one process of each machine prints. """
-    if speaks():
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        try:
-            yield
-        except SystemExit as end:
-            time.sleep(GRACE if end.code else 0)
-            raise
-
-
-def start(cfg: Config, device: torch.device) -> "Ranks":
-    """ Meet the other ranks. ConfigError, on all of this machine, if the run cannot be shared among them. """
-    if elastic() and not launched():
-        raise ConfigError("TORCHELASTIC_RUN_ID is set, and other variables of torchrun's are not: start with "
-                          "torchrun, or type `unset TORCHELASTIC_RUN_ID`")
-    no_other_launcher()
-    if not launched() or os.environ["WORLD_SIZE"] == "1":
-        return ALONE
-    rank, world, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    check_share(cfg, world)
-    if device.type == "cuda":
-        if here > torch.cuda.device_count():
-            raise ConfigError(f"torchrun started {here} programs here, where PyTorch sees fewer GPUs: "
-                              f"type --nproc_per_node={torch.cuda.device_count()}")
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    elif device.type != "cpu":
-        raise ConfigError(f"device = {device.type!r} trains alone: type --device=cpu, or leave torchrun out")
-    kind = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
-    dist.init_process_group(timeout=TIMEOUT, **kind)
-    return Ranks(rank, world, cfg.parallel, device)
+def check_shares(cfg: Config, world: int):
+    """ Whether each of `world` ranks can take the same share of a batch. """
+    sequences = cfg.batch_tokens // cfg.seq_len
+    more = -(-sequences // world) * world * cfg.seq_len
+    need(sequences % world == 0,
+         f"batch_tokens = {cfg.batch_tokens} is {sequences} sequences, which {world} ranks cannot share "
+         f"evenly: type --batch_tokens={more}")
+    share = sequences // world
+    need(share % (cfg.micro_batch or share) == 0,
+         f"micro_batch = {cfg.micro_batch} does not divide a rank's share of {share} sequences: "
+         f"type --micro_batch={math.gcd(cfg.micro_batch, share)}")
 
 
 @dataclass(frozen=True)
@@ -110,46 +126,44 @@ class Ranks:
 
     @property
     def first(self) -> bool:
+        """ Whether this is the rank that prints and writes. """
         return self.rank == 0
 
-    @property
-    def sharded(self) -> bool:
-        """ Whether each rank holds some of the rows of each weight. """
-        return self.mode == "fsdp"
+    # -------------------------------------------------------------------------
+    # sharing a model
 
-    def finish(self):
-        """ Part from the others, at the end of a good run. """
-        if self.world > 1:
-            dist.barrier()
-            # A thread of gloo's that has just summed a tensor needs the interpreter to let go of it, and to
-            # end the group is to wait for that thread with the interpreter held: one run in twenty hung here
-            time.sleep(0.2)
-            dist.destroy_process_group()
+    def share(self, model: nn.Module) -> Callable:
+        """
+        Give the model to all ranks -> what to call in place of the model in training. Make the optimizer
+        after that: under FSDP the parameters are others. Evaluation and checkpoints use the model itself, so
+        that no name of a weight changes.
+        """
+        if self.mode == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+            mesh = init_device_mesh(self.device.type, (self.world,))
+            # the rest too gives its memory back, so that outside a forward pass every weight is in parts
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        if self.mode == "ddp":
+            with warnings.catch_warnings():
+                # of the argument's new name, which older versions do not know
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                # no buffer differs between ranks: what they hold is chosen alike
+                return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        return model
+
+    def micro_step(self, forward: Callable, last: bool):
+        """ Around forward and backward of a micro-step: the last one sums the gradients over ranks. """
+        if self.mode == "fsdp":
+            forward.set_requires_gradient_sync(last)
+        return forward.no_sync() if self.mode == "ddp" and not last else nullcontext()
 
     # -------------------------------------------------------------------------
     # agreeing
 
-    @contextmanager
-    def together(self):
-        """
-        A mistake of the user's that any rank finds in this block ends all of them, as one ConfigError. In the
-        block no rank may wait for another.
-        """
-        if self.world == 1:
-            yield
-            return
-        mine, told = "", [None] * self.world
-        try:
-            yield
-        except (ConfigError, DataError) as error:
-            mine = str(error)
-        dist.all_gather_object(told, mine)
-        for rank, text in enumerate(told):
-            if text:
-                raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")
-
     def total(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """ The sum of each tensor over all ranks; all of one shape and kind, on the device. """
+        """ The sum of each tensor over all ranks; all of one shape and kind, on the same device. """
         if self.world == 1:
             return values
         stacked = torch.stack(values)
@@ -158,159 +172,56 @@ class Ranks:
 
     def any(self, mine: bool) -> bool:
         """ Whether it is so on some rank. """
-        return bool(self.total(torch.tensor(int(mine), device=self.device))[0])
+        return bool(self.total(torch.tensor(int(mine)))[0])
 
     # -------------------------------------------------------------------------
-    # sharing a model
+    # checkpoints
 
-    def share(self, model: nn.Module, compiled: bool) -> Callable:
+    def whole(self, state):
         """
-        Give the model to all ranks -> what to call in place of the model in training. Make the optimizer
-        after that: under FSDP the parameters are others. Compiling touches neither evaluation nor any name.
-
-        What is compiled are the blocks, one program for all: a model as one program takes several times as
-        long to compile, on one GPU is no faster (LOG.md), and on several has all gradients at once, at the
-        end, where those of a block can travel while the one before it is computed.
+        The state of a model or of an optimizer as rank 0 writes it, with all rows of each weight. All ranks
+        have to call this; what the others get is of no use.
         """
-        if compiled:
-            compile_parts(model)
-        if self.sharded:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-            mesh = init_device_mesh(self.device.type, (self.world,))
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh, reshard_after_forward=True)
-            # the rest too gives its memory back, so that outside a forward pass every weight is in parts
-            fully_shard(model, mesh=mesh, reshard_after_forward=True)
-            return model
-        if self.mode == "ddp":
-            # no buffer differs between ranks: channels are chosen alike, and the rest never changes
-            with warnings.catch_warnings():
-                # of the argument's new name, which older versions do not know
-                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-                return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-        return model
+        def gather(t: Tensor) -> Tensor | None:
+            t = whole(t)
+            return t.cpu() if self.first else None
+        return each_tensor(state, gather) if self.mode == "fsdp" else state
 
-    def micro_step(self, forward: Callable, last: bool):
-        """ Around forward and backward of a micro-step: the last one sums the gradients over ranks. """
-        if self.sharded:
-            forward.set_requires_gradient_sync(last)
-        return forward.no_sync() if self.mode == "ddp" and not last else nullcontext()
-
-    # -------------------------------------------------------------------------
-    # checkpoints: a whole state on rank 0
-
-    def whole(self, state: dict) -> dict:
-        """
-        A state, as rank 0 writes it: rows from all ranks under each other, on the CPU. On other ranks it is
-        of no use, but all have to call this.
-
-        in      state["osci"] has the tensors of OsciReset and the remedies, each with a layer's name above it
-        """
-        if not self.sharded:
-            return state
-        state = each_tensor(
-            state, lambda t: self._gather(t.to_local(), t.shape[0]) if hasattr(t, "to_local") else t)
-        osci = state["osci"]
-        for kind in ("windows", "kept") if osci else ():
-            for name, tensors in osci.get(kind, {}).items():
-                rows = osci["shapes"][name][0]
-                for key, t in tensors.items():
-                    if t is not None and t.dim() == 2:
-                        tensors[key] = self._gather(t, rows)
-                    elif key == "counts":
-                        tensors[key] = self.total(t)[0]
-        return state
-
-    def _gather(self, mine: Tensor, rows: int) -> Tensor:
-        """ The rows of all ranks, on rank 0. As bytes, since gloo does not know every type. """
-        each = -(-rows // self.world)
-        padded = mine.new_zeros(each, *mine.shape[1:])
-        padded[: len(mine)] = mine
-        parts = [torch.empty_like(padded) for _ in range(self.world)] if self.first else None
-        dist.gather(as_bytes(padded), parts and [as_bytes(part) for part in parts])
-        return torch.cat(parts)[:rows].cpu() if parts else mine
-
-    def from_first(self, state: dict | None) -> dict | None:
+    def from_first(self, state):
         """ What rank 0 has, on all ranks: its disk may be the only one with the checkpoint. """
         if self.world == 1:
             return state
         outline = [each_tensor(state, lambda t: t.to("meta")) if self.first else None]
-        dist.broadcast_object_list(outline, device=self.device)
+        dist.broadcast_object_list(outline)
 
-        def fetch(t: Tensor) -> Tensor:
+        def send(t: Tensor) -> Tensor:
             t = t.to(self.device).contiguous() if self.first else torch.empty_like(t, device=self.device)
-            dist.broadcast(as_bytes(t), 0)
+            dist.broadcast(t.view(-1).view(torch.uint8), 0)     # as bytes: Gloo does not know every type
             return t.cpu()
-        return each_tensor(state if self.first else outline[0], fetch)
-
-    def own(self, whole: Tensor) -> Tensor:
-        """ Of the rows of all ranks, ours. """
-        each = -(-len(whole) // self.world)
-        return whole[self.rank * each : (self.rank + 1) * each]
-
-    def parts(self, state: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        """ The inverse of whole(), of a state that every rank has. ValueError if a shape does not fit. """
-        if not self.sharded:
-            return state
-        here, params = model.state_dict(), [p for group in optimizer.param_groups for p in group["params"]]
-        state = state | {
-            "model": {name: self._like(t, here.get(name)) for name, t in state["model"].items()},
-            "optimizer": state["optimizer"] | {"state": {
-                i: {key: self._like(t, params[i]) if key != "step" else t for key, t in moments.items()}
-                for i, moments in state["optimizer"]["state"].items()}},
-        }
-        if osci := state["osci"]:
-            state["osci"] = osci | {kind: {name: {key: self._own_part(key, t) for key, t in tensors.items()}
-                                           for name, tensors in osci[kind].items()}
-                                    for kind in ("windows", "kept") if kind in osci}
-        return state
-
-    def _own_part(self, key: str, t: Tensor | None) -> Tensor | None:
-        """ Our part of a tensor of OsciReset or a remedy. What is a sum over rows, rank 0 goes on with. """
-        if t is None or t.dim() == 2:
-            return t if t is None else self.own(t)
-        return torch.zeros_like(t) if key == "counts" and not self.first else t
-
-    def _like(self, whole: Tensor, here: Tensor | None) -> Tensor:
-        """ Our rows of it, as a part of the same whole as `here`, which is a parameter under FSDP. """
-        if not hasattr(here, "to_local"):
-            return whole
-        if whole.shape != here.shape:
-            raise ValueError(f"a tensor of shape {list(whole.shape)} where the model has {list(here.shape)}")
-        return type(here.data).from_local(self.own(whole).to(here.device), here.device_mesh, here.placements,
-                                          run_check=False, shape=here.shape, stride=here.stride())
+        return each_tensor(state if self.first else outline[0], send)
 
 
 ALONE = Ranks()
 
 
-def compile_parts(model: nn.Module, **options):
-    """
-    Compile the forward of all blocks as one, since they differ in the numbers of their layers alone, and the
-    loss, whose logits would else pass through memory a dozen times. To torch a number on a module is a
-    constant unless told otherwise, and after eight blocks it gives up compiling more.
-    """
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    # the phases of a run (channels measured, chosen, a bf16 forward ...) make 7 programs of a block; after 8
-    # the rest would run as it is, with a warning
-    torch._dynamo.config.recompile_limit = 16
-    for block in model.blocks:
-        block.forward = in_training(block, "forward", **options)
-    model.losses = in_training(model, "losses", **options)
+def load_model(model: nn.Module, state: dict):
+    """ Its own load_state_dict, for a whole state. """
+    weights = model.state_dict()
+    model.load_state_dict({name: like(t, weights[name]) for name, t in state.items()})
 
 
-def in_training(module: nn.Module, name: str, **options) -> Callable:
-    """ A module's method, compiled in training only: a text would compile it for each of its lengths. """
-    # its class's, so that a model which is compiled again does not call what it was compiled to before
-    method = getattr(type(module), name).__get__(module)
-    compiled = torch.compile(method, **options)
-    return lambda *inputs: (compiled if module.training else method)(*inputs)
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
+    """ Its own load_state_dict, for a whole state; what has a weight's shape is dealt out as the weight is. """
+    weights = [w for group in optimizer.param_groups for w in group["params"]]
+    optimizer.load_state_dict(state | {"state": {
+        i: {key: like(t, weights[i]) for key, t in values.items()} for i, values in state["state"].items()}})
 
 
-def as_bytes(t: Tensor) -> Tensor:
-    """ The memory of a contiguous tensor, (n,) uint8. """
-    return t.view(-1).view(torch.uint8)
+def like(t, weight: Tensor):
+    """ t itself, but of a whole tensor of a weight's shape the rows that FSDP has dealt out to this rank. """
+    if not isinstance(t, Tensor) or t.shape != weight.shape or hasattr(t, "full_tensor"):
+        return t
+    return dealt(t.to(weight.device), weight)
 
 
 def each_tensor(tree, f: Callable):
@@ -324,18 +235,43 @@ def each_tensor(tree, f: Callable):
     return tree
 
 
-def lost(error: RuntimeError) -> bool:
+# -----------------------------------------------------------------------------
+# the end of a rank
+
+
+def finish():
+    """ Part from the others, at the end of a good run. """
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        # A thread of Gloo's that has just summed a tensor needs the interpreter to let go of it, and to
+        # end the group is to wait for that thread with the interpreter held: one run in twenty hung here
+        time.sleep(0.2)
+        dist.destroy_process_group()
+
+
+def fail(error: BaseException, line: str, code: int) -> int:
+    """
+    Say in a line why the run ends -> the exit code. Of several ranks one whose error all have tells it, and
+    any rank ends here and at once: an orderly end would wait for what the ranks are doing together, and they
+    for this one. An error that nobody foresaw has no line, and is told by its traceback.
+    """
+    if not launched():
+        print(f"error: {line}", file=sys.stderr)
+        return code
+    shared = isinstance(error, SHARED) or not dist.is_initialized()
+    if lost(error):
+        line = f"another rank has gone, see what it says ({str(error)[:100]!r})"
+    if lost(error) or shared and os.environ["LOCAL_RANK"] != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(GRACE)
+    who = "" if shared else f"rank {os.environ['RANK']}: "
+    print(f"{who}error: {line}" if line else traceback.format_exc(), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def lost(error: BaseException) -> bool:
     """ Whether this is what a rank sees when another has gone. """
     known = isinstance(error, dist.DistError) if dist.is_available() else False
-    return known or any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection closed by peer"))
-
-
-def leave(code: int, told: bool):
-    """
-    End a rank that has failed; told: it was the one to say why. At once, since an orderly end would wait for
-    the collectives that are under way, and those for us.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(0 if told else GRACE)
-    os._exit(code)
+    words = ("gloo", "Gloo", "NCCL", "Connection closed by peer")
+    return known or isinstance(error, RuntimeError) and any(word in str(error) for word in words)
