@@ -1,33 +1,44 @@
 """
 Into and out of Hugging Face's format: a trained model for other programs, and an OLMo-2 to go on from.
 
-    python eval.py out/RUN --export=hf --to=DIR         master weights, for transformers and lm-eval
-    python eval.py out/RUN --export=nvfp4 --to=DIR      block linears in packed NVFP4, for vLLM
-    python train.py ... --init_from=DIR                 a fresh run that starts from the weights in DIR
+    python -m tools.hf export out/RUN DIR                       master weights, for transformers and lm-eval
+    python -m tools.hf export out/RUN DIR --format=nvfp4        block linears in packed NVFP4, for vLLM
+    python -m tools.hf import DIR out/NAME                      makes a run's folder with the weights in DIR,
+    python train.py --init_from=out/NAME ...                    and this starts a fresh run from them
 
-Three parts: the table of names, which serves both ways; out; in. All of it needs the package safetensors, and
-nothing needs transformers. The files are model.safetensors, config.json, generation_config.json, and, for an
-encoding that can be written so, tokenizer.json and tokenizer_config.json.
+Four parts: the table of names, which serves both ways; out, with NVFP4 and the tokenizer; in; the command.
+All of it needs the package safetensors, and nothing needs transformers. The files of a model are
+model.safetensors, config.json, generation_config.json, and, for an encoding that can be written so,
+tokenizer.json and tokenizer_config.json.
 
 What this file leaves out: files of several shards on the way out, float16, grouped queries, any format with
-code in it. Names of files and tensors, shapes and numbers of a folder that is read are checked before use.
+code in it.
 """
+import os
+
+# as in train.py: threads that wait for each other should sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
 import json
 import math
-import os
 import shutil
-from contextlib import contextmanager
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from config import Config, ConfigError, in_full, package
-from data import Corpus, DataError
-from eval import val_loss
+from build import Net, only
+from checkpoint import FORMAT, code
+from codes import E2M1, E4M3, Quantized, pack, quantize
+from config import Config, ConfigError, check, fit, in_full, need
+from data import EOT, Corpus, DataError, new_folder
+from eval import load_run, val_loss, val_losses
 from model import GPT
-from quant import (E2M1, E4M3, Operand, Quantized, QuantLinear, outlier_values, pack, quantize,
-                   quantizers_off)
+from quant import Operand, QuantLinear, Recipe
+from recipes import to_json
 
 # -----------------------------------------------------------------------------
 # names
@@ -62,41 +73,39 @@ def module_names(n_layer: int) -> dict[str, list[str]]:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def export(model: GPT, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: str = "float32",
-           say=print):
+def export(net: Net, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: str = "float32", say=print):
     """
     Write a folder that transformers (kind "hf") or vLLM (kind "nvfp4") can load, whole or not at all.
 
-    in      dtype   of kind "hf"; what "nvfp4" does not pack is in bfloat16, which its readers compute in
-    errors  ConfigError: a folder that is not empty, a full disk, a model that the format cannot hold
+    dtype   of kind "hf"; what "nvfp4" does not pack is in bfloat16, which its readers compute in
     """
-    to = in_full(to)
-    check_target(to)
-    package("safetensors.torch")
-    dtype = dtype if kind == "hf" else "bfloat16"
-    for name, p in model.named_parameters():
-        if not p.isfinite().all():
-            raise ConfigError(f"{name} holds a NaN or Inf: export an earlier checkpoint of the run")
-
-    settings = model_config(model, cfg, corpus, dtype)
-    packed = {}
-    if kind == "nvfp4":
-        packed = {name: pack_weight(name, layer.weight) for name, layer in quant_linears(model).items()}
-        settings["quantization_config"] = QUANTIZATION
-    rounds = any(any(layer.recipe.operands[:2]) for layer in quant_linears(model).values())
-    if packed:
-        for line in price(model, cfg, corpus, packed, DTYPES[dtype]):
-            say(line)
-    elif rounds:
+    dtype, model = dtype if kind == "hf" else "bfloat16", net.model
+    with new_folder(to) as making:
+        for name, p in model.named_parameters():
+            need(p.isfinite().all(), f"{name} holds a NaN or Inf: export an earlier checkpoint of the run")
+        settings, packed = model_config(model, cfg, corpus, dtype), {}
+        if kind == "nvfp4":
+            packed = {name: pack_weight(name, layer.weight) for name, layer in net.layers.items()}
+            settings["quantization_config"] = QUANTIZATION
+        ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
+        files = {"config.json": settings, "generation_config.json": ends}
+        try:
+            files |= tokenizer_files(corpus, cfg.seq_len)
+        except DataError as error:
+            say(f"no tokenizer files: {error}")
+        for name, content in files.items():
+            (making / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        try:
+            safetensors().save_file(tensors_of(model, packed, DTYPES[dtype]), making / "model.safetensors",
+                                    metadata={"format": "pt"})
+        except safetensors().SafetensorError as error:      # in which it wraps what is wrong with the disk
+            raise ConfigError(f"cannot write {to}: {error}") from None
+        # the package makes a file that only its owner can read
+        shutil.copymode(making / "config.json", making / "model.safetensors")
+    if kind == "hf" and any(any(layer.recipe.operands[:2]) for layer in net.layers.values()):
         say("the weights are those before rounding: other programs compute the loss without rounding")
-
-    ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
-    files = {"config.json": settings, "generation_config.json": ends}
-    try:
-        files |= tokenizer_files(corpus, cfg.seq_len)
-    except DataError as error:
-        say(f"no tokenizer files: {error}")
-    write_folder(to, files, tensors_of(model, packed, DTYPES[dtype]))
+    for line in price(net, cfg, corpus, packed) if packed else ():
+        say(line)
     rows = model.embed.weight.shape[0]
     say(f"{to}: Olmo2ForCausalLM, {sum(model.num_params().values()):,} parameters in {dtype}"
         + (", those of the blocks' linears in NVFP4" if packed else ""))
@@ -104,9 +113,15 @@ def export(model: GPT, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: 
         f"and {rows - corpus.vocab_size} rows of padding")
 
 
-def quant_linears(model: GPT) -> dict[str, QuantLinear]:
-    """ The linears of the blocks by name: blocks.0.attn.qkv, ... """
-    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+def safetensors():
+    """ The package, imported when it is needed: training does without. """
+    try:
+        import safetensors.torch as package
+        from safetensors import SafetensorError
+    except ImportError:
+        raise ConfigError("this needs the package safetensors: type pip install safetensors") from None
+    package.SafetensorError = SafetensorError
+    return package
 
 
 def model_config(model: GPT, cfg: Config, corpus: Corpus, dtype: str) -> dict:
@@ -138,43 +153,11 @@ def tensors_of(model: GPT, packed: dict[str, tuple[Quantized, float]], dtype: to
             continue
         q, divisor = packed[ours]
         parts = zip(theirs, pack(q.code).chunk(len(theirs)), q.inner.chunk(len(theirs)))
-        for name, code, inner in parts:
-            tensors[f"{name}.weight_packed"] = code.cpu().clone()
+        for name, codes, inner in parts:
+            tensors[f"{name}.weight_packed"] = codes.cpu().clone()
             tensors[f"{name}.weight_scale"] = inner.cpu().clone().view(torch.float8_e4m3fn)
             tensors[f"{name}.weight_global_scale"] = torch.tensor([divisor])
     return tensors
-
-
-def check_target(to: Path):
-    """ ConfigError unless the folder is empty or not there, and its parent is. """
-    try:
-        if os.path.lexists(to) and (not to.is_dir() or any(to.iterdir())):
-            raise ConfigError(f"{to} is there already and not an empty folder; type another --to=DIR")
-        if not to.parent.is_dir():
-            raise ConfigError(f"{to.parent} is no folder; make it, or type another --to=DIR")
-    except OSError as error:
-        raise ConfigError(f"{to}: {error.strerror}; type another --to=DIR") from None
-
-
-def write_folder(to: Path, files: dict[str, dict], tensors: dict[str, Tensor]):
-    """ Fill a temporary folder beside `to` and rename it, so that `to` is never half written. """
-    safetensors = package("safetensors.torch")
-    temporary = to.with_name(f"{to.name}.tmp-{os.getpid()}")
-    try:
-        temporary.mkdir()
-        for name, content in files.items():
-            (temporary / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        # the package makes a file that only its owner can read
-        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
-        if to.is_dir():
-            to.rmdir()      # it is empty, or this fails
-        os.replace(temporary, to)
-    except (OSError, package("safetensors").SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot write {to} ({reason}); make room, or type another --to=DIR") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
@@ -210,15 +193,13 @@ QUANTIZATION = {
     }},
 }
 PACKED = Operand(outer=0)       # E4M3 scales for 1x16, to nearest; the divisor is pack_weight's
-WIDTH = 16
 
 
 def pack_weight(name: str, weight: Tensor) -> tuple[Quantized, float]:
     """ A weight (N, K) -> its codes and inner scales, and the divisor of all scales, a power of two. """
     weight = weight.detach()
-    if weight.shape[1] % WIDTH:
-        raise ConfigError(f"{name} has {weight.shape[1]} input features, no multiple of {WIDTH}, which the "
-                          "format wants: type --export=hf")
+    need(weight.shape[1] % 16 == 0, f"{name} has {weight.shape[1]} input features, no multiple of 16, which "
+         "the format wants: type --format=hf")
     largest = float(weight.abs().max())
     # frexp(x) = (m, e) with x = m 2^e and m in [.5, 1): 2^(e - 1) is the power of two at or below x
     exponent = math.frexp(E4M3.max * E2M1.max / largest)[1] - 1 if largest > 0 else 0
@@ -233,89 +214,46 @@ def unpack_weight(packed: tuple[Quantized, float]) -> Tensor:
 
 
 @torch.no_grad()
-def price(model: GPT, cfg: Config, corpus: Corpus, packed: dict[str, tuple[Quantized, float]],
-          dtype: torch.dtype):
+def price(net: Net, cfg: Config, corpus: Corpus, packed: dict[str, tuple[Quantized, float]]):
     """
-    What one scale per tensor costs, and the loss of the FP8 channels -> lines of text, a table.
+    What it costs to have one scale per tensor, and no outlier channels in FP8 -> lines of text, a table.
 
-    A row is a set of weights: signal to noise against the master weights in dB, by kind of layer and in all,
-    and the validation loss with them. Only in the row "recipe's forward" are activations rounded, too.
+    A row is a set of weights: signal to noise against the master weights in dB, over the linears of all
+    blocks, and the validation loss with them. Activations are rounded in the row "recipe's forward" alone.
+    Afterwards the model has the exported weights, and rounds nothing.
     """
-    layers = quant_linears(model)
-    kinds = list(dict.fromkeys(name.split(".")[-1] for name in layers))
-    channels = sum(layer.channels.numel() for layer in layers.values() if layer.split)
-
-    def row(label: str, weights: dict[str, Tensor], loss: float) -> str:
-        noise = sqnr(layers, weights, kinds) if weights else [""] * (len(kinds) + 1)
-        cells = "".join(f"{x:>7.2f}" if weights else f"{x:>7}" for x in noise)
-        return f"{label:36}{cells}{loss:>10.4f}"
-
-    yield "NVFP4 with one outer scale per tensor: all weights of the blocks' linears are rounded anew"
+    channels = sum(layer.channels.numel() for layer in net.layers.values() if layer.split)
     if channels:
         yield f"{channels:,} input channels that OutControl keeps in FP8 become FP4: the format has one kind"
-    yield f"{'weights':36}" + "".join(f"{kind:>7}" for kind in [*kinds, "all"]) + "  val loss"
-    yield row("recipe's forward", {}, val_loss(model, corpus, cfg))
-    with quantizers_off(model):
-        yield row("not rounded", {}, val_loss(model, corpus, cfg))
-        for label, weights in weight_sets(layers, packed).items():
-            # with embedding, head and norms as they stand in the file
-            rest = {} if label != "as exported" else {
-                ours: model.get_submodule(ours).weight.to(dtype)
-                for ours in module_names(len(model.blocks)) if ours not in layers}
-            with replaced(model, weights | rest):
-                loss = val_loss(model, corpus, cfg)
-            yield row(label, weights, loss)
+    losses = val_losses(net, corpus, cfg)
+    yield f"{'weights':20}{'dB':>8}{'val loss':>10}"
+    for label, loss in ("recipe's forward", losses["val_loss_fp4"]), ("not rounded", losses["val_loss_bf16"]):
+        yield f"{label:28}{loss:>10.4f}"
 
-
-def weight_sets(layers: dict[str, QuantLinear], packed: dict[str, tuple[Quantized, float]]) -> dict:
-    """ The sets of rounded weights that are compared -> label -> layer -> weight. """
-    sets = {}
-    if any(layer.recipe.y_w for layer in layers.values()):
-        sets["recipe's weights"] = {name: recipe_weight(layer) for name, layer in layers.items()}
-        if any(layer.split for layer in layers.values()):
-            sets["one scale, FP8 channels kept"] = {
-                name: with_fp8(layer, unpack_weight(pack_weight(name, layer.forward_weight())))
-                for name, layer in layers.items()}
-    return sets | {"as exported": {name: unpack_weight(packed[name]) for name in layers}}
+    master = {name: layer.weight.clone() for name, layer in net.layers.items()}
+    ours = {name: recipe_weight(layer) for name, layer in net.layers.items()}
+    for layer in net.layers.values():
+        layer.enabled = False
+    for label, weights in (("recipe's weights", ours), ("as exported", None)):
+        if weights is None:     # embedding, head and norms are in bf16 there
+            for p in net.model.parameters():
+                p.copy_(p.bfloat16())
+            weights = {name: unpack_weight(packed[name]) for name in net.layers}
+        for name, layer in net.layers.items():
+            layer.weight.copy_(weights[name])
+        signal, noise = (sum(float(w.double().square().sum()) for w in tensors) for tensors in (
+            master.values(), (master[name] - weights[name] for name in master)))
+        ratio = 10 * math.log10(signal / noise) if noise else math.inf
+        yield f"{label:20}{ratio:>8.2f}{val_loss(net, corpus, cfg):>10.4f}"
 
 
 def recipe_weight(layer: QuantLinear) -> Tensor:
-    """ The weight that the forward pass of the recipe multiplies with. """
-    return with_fp8(layer, layer.rounded_weight()) if layer.recipe.y_w else layer.weight
-
-
-def with_fp8(layer: QuantLinear, weight: Tensor) -> Tensor:
-    """ The weight with OutControl's channels, if there are any, in their own format. """
-    if not layer.split:
-        return weight
-    return weight.index_copy(1, layer.channels,
-                             outlier_values(layer.weight[:, layer.channels], layer.recipe.outlier,
-                                            torch.float32))
-
-
-def sqnr(layers: dict[str, QuantLinear], weights: dict[str, Tensor], kinds: list[str]) -> list[float]:
-    """ 10 log10(sum w^2 / sum (w - rounded w)^2) over the layers of each kind, and over all. """
-    sums = {kind: torch.zeros(2, dtype=torch.float64) for kind in kinds}
-    for name, layer in layers.items():
-        w = layer.weight.double()
-        pair = torch.stack((w.square().sum(), (w - weights[name]).square().sum()))
-        sums[name.split(".")[-1]] += pair.cpu()
-    return [10 * math.log10(signal / noise) if noise > 0 else math.inf
-            for signal, noise in (pair.tolist() for pair in [*sums.values(), sum(sums.values())])]
-
-
-@contextmanager
-def replaced(model: nn.Module, weights: dict[str, Tensor]):
-    """ Within this block the named modules have these weights. """
-    mine = {name: model.get_submodule(name).weight for name in weights}
-    before = {name: p.clone() for name, p in mine.items()}
-    try:
-        for name, p in mine.items():
-            p.copy_(weights[name])
-        yield
-    finally:
-        for name, p in mine.items():
-            p.copy_(before[name])
+    """ The weight that the recipe's forward pass multiplies with: what it makes of the unit matrix. """
+    recipe, backend = layer.recipe, layer.backend
+    layer.recipe, layer.backend = only(recipe, [2]), "reference"
+    weight = layer(torch.eye(layer.in_features, device=layer.weight.device)).T.contiguous()
+    layer.recipe, layer.backend = recipe, backend
+    return weight
 
 
 # -----------------------------------------------------------------------------
@@ -323,14 +261,12 @@ def replaced(model: nn.Module, weights: dict[str, Tensor]):
 
 # GPT-2's pattern is the one that the class ByteLevel has built in; bytes are the same with no merge at all
 TOKENIZERS = ("bytes", "gpt2", "r50k_base")
-EOT = "<|endoftext|>"
 
 
 def tokenizer_files(corpus: Corpus, seq_len: int) -> dict[str, dict]:
     """
-    tokenizer.json and tokenizer_config.json that give the ids of the corpus's tiktoken encoding.
-
-    errors  DataError where the encoding has another pattern, or its vocabulary cannot be had
+    tokenizer.json and tokenizer_config.json that give the ids of the corpus's tiktoken encoding. DataError
+    where the encoding has another pattern, or its vocabulary cannot be had.
     """
     if corpus.encoding_name not in TOKENIZERS:
         raise DataError(f"encoding {corpus.encoding_name} cuts text otherwise than GPT-2's; copy the files "
@@ -378,8 +314,6 @@ def halves(token: bytes, rank: dict[bytes, int]) -> list[bytes]:
     while len(parts) > 2:
         pairs = [rank.get(a + b, len(rank)) for a, b in zip(parts, parts[1:])]
         i = min(range(len(pairs)), key=pairs.__getitem__)
-        if pairs[i] >= rank[token]:
-            raise DataError(f"the token {token!r} is no merge of two earlier ones")
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
@@ -387,133 +321,125 @@ def halves(token: bytes, rank: dict[bytes, int]) -> list[bytes]:
 # -----------------------------------------------------------------------------
 # in
 
-JSON_LIMIT = 1 << 26        # bytes; the index of a model of a thousand layers has 2 MB
 KNOBS = {"n_layer": "num_hidden_layers", "d_model": "hidden_size", "n_head": "num_attention_heads",
          "d_ff": "intermediate_size", "vocab_size": "vocab_size", "norm_eps": "rms_norm_eps",
          "rope_theta": "rope_theta"}
 
 
-@torch.no_grad()
-def init_weights(model: GPT, cfg: Config) -> str:
+def import_model(folder: Path, to: Path, say=print):
     """
-    Put the weights in the folder cfg.init_from into a model -> a line that says so.
-
-    The folder comes from anywhere: config.json is compared with cfg before a weight is looked at, each tensor
-    with the shape that it should have before it is read, and files that are not safetensors are not opened.
-
-    errors  ConfigError, with the knobs to type where sizes differ
+    Make a run's folder whose only checkpoint, of step 0, has the weights of an OLMo-2 in Hugging Face's
+    format. The folder comes from anywhere: files that are not safetensors, which can hold code, are not read.
     """
-    folder = in_full(cfg.init_from)
-    if not os.path.isdir(folder):       # which is false, and no error, for a name that is too long
-        raise ConfigError(f"init_from = {cfg.init_from}: no such folder; type --init_from=DIR of an OLMo-2 "
-                          "model in Hugging Face format")
-    tied = check_config(read_json(folder / "config.json"), folder, cfg, model.embed.weight.shape[0])
-    files = tensor_files(folder)
-    wanted = {f"{name}.weight": rows
-              for ours, theirs in module_names(cfg.n_layer).items()
-              for name, rows in zip(theirs, model.get_submodule(ours).weight.chunk(len(theirs)))}
-    if tied and "lm_head.weight" not in files:
-        del wanted["lm_head.weight"]
-    if odd := sorted(wanted.keys() ^ files.keys()):
-        what = "lacks the tensor" if odd[0] in wanted else "has a tensor that this model has no place for,"
-        raise ConfigError(f"{folder} {what} {odd[0]}: type --init_from=DIR of a plain OLMo-2 model")
-    for path in sorted(set(files.values())):
-        copy_tensors(path, {name: wanted[name] for name in wanted if files[name] == path})
+    try:
+        theirs = json.loads((folder / "config.json").read_bytes())
+        values = {**theirs, **(theirs.get("rope_parameters") or {})}
+        cfg = check(Config(out=str(to.parent), name=to.name,
+                           **{knob: fit(knob, values[key]) for knob, key in KNOBS.items()}))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is not that of an OLMo-2 ({error})") from None
+    check_plain(values, folder)
+    weights, tied = our_weights(read_tensors(folder), cfg, folder)
+    with new_folder(to) as making:
+        torch.save({"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(Recipe()),
+                    "sources": {}, "data": f"unknown, as imported from {folder}", "step": 0, "seconds": 0.0,
+                    "model": weights, "optimizers": []}, making / "ckpt_000000000.pt")
+        (making / "config.json").write_text(json.dumps(asdict(cfg), indent=1), encoding="utf-8")
     if tied:
-        model.head.weight.copy_(model.embed.weight)
-    return (f"weights from {folder}" +
-            (": its head was tied to the embedding, and trains apart from it from now on" if tied else ""))
+        say("its head is that of the embedding; from now on the two train apart")
+    say(f"{to}: {sum(w.numel() for w in weights.values()):,} parameters. With data in the ids of their "
+        "tokenizer, start from them by")
+    say(f"python train.py --init_from={to} --data=DIR " +
+        " ".join(f"--{knob}={getattr(cfg, knob)}" for knob in KNOBS))
 
 
-def copy_tensors(path: Path, wanted: dict[str, Tensor]):
-    """ Fill these tensors from a safetensors file. The package checks the header against the file's size. """
-    errors = (package("safetensors").SafetensorError, OSError)
+def check_plain(theirs: dict, folder: Path):
+    """ ConfigError where their config.json asks for what model.py does not have. """
+    need(theirs.get("model_type") == "olmo2", f"{folder} is no OLMo-2 (model_type olmo2)")
+    rope = theirs.get("rope_scaling") or theirs
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    heads, wide = theirs["num_attention_heads"], theirs["hidden_size"]
+    for odd, what in ((scaled, "scaled rotary positions"), (theirs.get("attention_bias"), "biases"),
+                      (theirs.get("num_key_value_heads", heads) != heads, "grouped queries"),
+                      (theirs.get("head_dim", wide // heads) != wide // heads, "heads of another width"),
+                      (theirs.get("hidden_act", "silu") != "silu", "another activation than silu"),
+                      (theirs.get("quantization_config"), "packed weights")):
+        need(not odd, f"{folder} has {what}, and model.py has not: take a plain OLMo-2")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """ All tensors of a model by name, from one file, or from those that an index names. """
+    package, files, tensors = safetensors(), {"model.safetensors"}, {}
+    index = folder / "model.safetensors.index.json"
     try:
-        with package("safetensors").safe_open(path, framework="pt", device="cpu") as file:
-            for name, target in wanted.items():
-                there = file.get_slice(name)
-                kind, shape = there.get_dtype(), list(there.get_shape())
-                if kind not in ("F32", "BF16"):
-                    raise ConfigError(f"{path}: {name} is {kind}; save the model in float32 or bfloat16")
-                if shape != list(target.shape):
-                    raise ConfigError(f"{path}: {name} has the shape {shape} and its config.json says "
-                                      f"{list(target.shape)}; get the model again")
-                target.copy_(file.get_tensor(name))
-                if not target.isfinite().all():
-                    raise ConfigError(f"{path}: {name} holds a NaN or Inf; get the model again")
-    except errors as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{path} cannot be read as safetensors ({reason}); get it again") from None
+        if index.is_file():
+            files = {*json.loads(index.read_bytes())["weight_map"].values()}
+        for file in sorted(files):
+            tensors |= package.load_file(folder / file)
+    except (package.SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{folder} cannot be read as safetensors ({str(error)[:99]})") from None
+    return tensors
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """ Name of each tensor -> the file that has it: the one file, or the shards that an index names. """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        try:
-            with package("safetensors").safe_open(single, framework="pt", device="cpu") as file:
-                return dict.fromkeys(file.keys(), single)
-        except (package("safetensors").SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise ConfigError(f"{single} cannot be read as safetensors ({reason}); get it again") from None
-    if not index.exists():
-        raise ConfigError(f"{folder} has no model.safetensors, nor an index of shards; other formats can "
-                          "hold code and are not read: save the model as safetensors")
-    shards = read_json(index).get("weight_map")
-    good = isinstance(shards, dict) and all(
-        isinstance(file, str) and file.isprintable() and file.endswith(".safetensors")
-        and not set(file) & set("/\\:")
-        for file in shards.values())
-    if not good:
-        raise ConfigError(f"{index} does not name files beside it; get the model again")
-    return {name: folder / file for name, file in shards.items()}
+def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> tuple[dict[str, Tensor], bool]:
+    """ Their tensors -> ours, float32, and whether the head is the embedding. ConfigError if one is odd. """
+    with torch.device("meta"):      # takes no memory: only the shapes are wanted
+        shapes = {name: p.shape for name, p in GPT(cfg, cfg.vocab_size).named_parameters()}
+    if tied := "lm_head.weight" not in theirs:
+        theirs = theirs | {"lm_head.weight": theirs.get("model.embed_tokens.weight")}
+    names = {f"{ours}.weight": [f"{name}.weight" for name in parts]
+             for ours, parts in module_names(cfg.n_layer).items()}
+    odd = theirs.keys() ^ {name for parts in names.values() for name in parts}
+    need(not odd, f"{folder}: the tensor {min(odd, default='')} is missing, or has no place in an OLMo-2")
+    weights = {}
+    for ours, parts in names.items():
+        rows, *columns = shapes[ours]
+        for name in parts:
+            there, wanted = list(theirs[name].shape), [rows // len(parts), *columns]
+            need(there == wanted, f"{folder}: {name} has the shape {there}, not {wanted}, as its "
+                 "config.json says")
+            need(theirs[name].isfinite().all(), f"{folder}: {name} holds a NaN or Inf: get it again")
+        weights[ours] = torch.cat([theirs[name].float() for name in parts])
+    return weights, tied
 
 
-def read_json(path: Path) -> dict:
-    """ A JSON object, of a bounded size. """
+# -----------------------------------------------------------------------------
+# the command line
+
+
+def main(argv: list[str]) -> int:
+    """ The program's exit code: 2 for a mistake that the last line explains. """
+    parser = argparse.ArgumentParser(prog="python -m tools.hf", allow_abbrev=False,
+                                     description="Hugging Face's format, out and in.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    out = commands.add_parser("export", allow_abbrev=False, help="a run's model for other programs")
+    out.add_argument("run", type=in_full, help="the folder of a run, such as out/tetrajet_full-s1")
+    out.add_argument("to", type=in_full, help="a new folder")
+    out.add_argument("--format", default="hf", choices=("hf", "nvfp4"),
+                     help="hf for transformers (the default), nvfp4 for vLLM")
+    out.add_argument("--dtype", choices=DTYPES, help="of --format=hf: float32 (the default) or bfloat16")
+    out.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (auto)")
+    out.add_argument("--data", help="folder of token shards, if it is not where it was in training")
+    back = commands.add_parser("import", allow_abbrev=False, help="the weights of an OLMo-2, to start from")
+    back.add_argument("model", type=in_full, help="a folder in Hugging Face's format")
+    back.add_argument("to", type=in_full, help="a new folder, such as out/olmo2")
+    args = parser.parse_args(argv)
     try:
-        with open(path, "rb") as file:
-            text = file.read(JSON_LIMIT + 1)
-        content = json.loads(text) if len(text) <= JSON_LIMIT else None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; type --init_from=DIR of an OLMo-2 model in Hugging "
-                          "Face format") from None
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no JSON object; get the model again")
-    return content
+        if args.command == "import":
+            import_model(args.model, args.to)
+            return 0
+        need(args.format == "hf" or not args.dtype, "--format=nvfp4 has dtypes of its own: leave --dtype out")
+        moved = {} if args.data is None else {"data": args.data}
+        net, cfg, corpus, _ = load_run(args.run, device=args.device, **moved)
+        export(net, cfg, corpus, args.format, args.to, args.dtype or "float32")
+        return 0
+    except (ConfigError, DataError) as error:
+        line = str(error)
+    except OSError as error:        # a full disk names no file
+        line = f"{error.filename or args.to}: {error.strerror or error}"
+    print(f"error: {line}", file=sys.stderr)
+    return 2
 
 
-def check_config(theirs: dict, folder: Path, cfg: Config, vocab: int) -> bool:
-    """ ConfigError unless their config.json describes the model of cfg -> whether the head is tied. """
-    def need(holds: bool, problem: str):
-        if not holds:
-            raise ConfigError(f"{folder}: {problem}")
-
-    need(theirs.get("model_type") == "olmo2", "config.json is not that of an OLMo-2 (model_type olmo2); type "
-         "--init_from=DIR of one")
-    rope = theirs.get("rope_parameters") or {}
-    for given in (rope, theirs.get("rope_scaling") or {}):
-        need(isinstance(given, dict) and given.get("rope_type", given.get("type", "default")) == "default",
-             "its rotary positions are scaled, which model.py cannot do; take a model without rope_scaling")
-    values = {"rope_theta": rope.get("rope_theta")} | theirs
-    values = {knob: values.get(key) for knob, key in KNOBS.items()}
-    for knob, value in values.items():
-        kinds = (int, float) if knob in ("norm_eps", "rope_theta") else (int,)
-        need(type(value) in kinds and 0 < value < 1e9, f"config.json has no good {KNOBS[knob]}; get it again")
-    ours = {knob: getattr(cfg, knob) for knob in KNOBS} | {"vocab_size": vocab}
-    differ = [f"--{knob}={value}" for knob, value in values.items() if value != ours[knob]]
-    need(not differ, f"the model there has other sizes than this run: type {' '.join(differ)}")
-
-    heads = theirs.get("num_key_value_heads")
-    need(heads in (None, cfg.n_head), f"num_key_value_heads is not {cfg.n_head}: it has grouped queries and "
-         "model.py has none; take a model without them")
-    need(theirs.get("head_dim") in (None, cfg.d_model // cfg.n_head), "its heads are not d_model / n_head "
-         "wide, as those of model.py are; take another model")
-    need(not theirs.get("attention_bias") and theirs.get("hidden_act", "silu") == "silu"
-         and not theirs.get("quantization_config"), "it has biases, another activation than silu or packed "
-         "weights, and model.py has none of these; take a plain OLMo-2")
-    tied = theirs.get("tie_word_embeddings", False)
-    need(tied is None or type(tied) is bool, "config.json has no good tie_word_embeddings; get it again")
-    return bool(tied)
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
