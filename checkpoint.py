@@ -139,7 +139,8 @@ class Run:
     def begin(self, step: int):
         """ Make the folder ready for the steps from this one on. """
         if self.cfg.overwrite:
-            for path in (*checkpoints(self.folder), self.folder / "metrics.csv", self.folder / "wandb_id.txt"):
+            others = (self.folder / name for name in ("metrics.csv", "wandb_id.txt"))
+            for path in (*checkpoints(self.folder), *others):
                 path.unlink(missing_ok=True)
             self.log.truncate(0)
         write(self.folder / "config.json", json.dumps(asdict(self.cfg), indent=1))

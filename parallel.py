@@ -211,7 +211,7 @@ def load_model(model: nn.Module, state: dict):
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
-    """ Its own load_state_dict, for a whole state; what has a weight's shape is dealt out as the weight is. """
+    """ Its own load_state_dict, for a whole state. """
     weights = [w for group in optimizer.param_groups for w in group["params"]]
     optimizer.load_state_dict(state | {"state": {
         i: {key: like(t, weights[i]) for key, t in values.items()} for i, values in state["state"].items()}})
