@@ -120,15 +120,6 @@ def test_folders_that_cannot_be_opened(tmp_path, folder):
     assert "no val shards" in refusal(open_corpus, str(folder))
 
 
-def test_home_is_where_a_run_looks_for_it(tmp_path, monkeypatch):
-    """ Catches --out=~/x, which bash leaves as it is, written to a folder named ~ that no run reads. """
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("text" * 100)
-    assert data.main(["text", "a.txt", "--out=~/x", "--encoding=bytes"]) == 0
-    assert (tmp_path / "x").is_dir() and open_corpus("~/x").train.n_tokens > 300
-
-
 def test_a_file_is_in_one_set_only(tmp_path):
     """ Catches globs under which a name with both words is trained on and held out, so that val is a lie. """
     for name in ("my_val_corpus_train_1.bin", "my_train_corpus_val_1.bin"):
@@ -155,17 +146,14 @@ def test_what_is_no_shard_by_its_name_is_passed_by(folder):
 @pytest.mark.parametrize("meta", [b"", b"{", b"[]", b"{}", b'"gpt2"', b'{"encoding": "gpt5"}',
                                   b'{"encoding": ["gpt2"]}', b"\xff\xfe"])
 def test_a_bad_meta_is_not_taken_for_gpt2(folder, meta):
-    """ Catches a fall-back to GPT-2's ids where meta.json is damaged or names an unknown encoding. """
-    (folder / "meta.json").write_bytes(meta)
-    text = refusal(open_corpus, str(folder))
-    assert text.startswith(str(folder / "meta.json")) and len(text) < 500
-
-
-def test_meta_names_the_encoding(folder):
-    """ Catches a vocabulary that is always GPT-2's, and one that needs the network to be counted. """
+    """ Catches a fall-back to GPT-2's ids where meta.json is damaged or names an unknown encoding, and a
+    vocabulary that needs the network to be counted. """
     assert open_corpus(str(folder)).vocab_size == 50_257
     (folder / "meta.json").write_text('{"encoding": "cl100k_base"}')
     assert open_corpus(str(folder)).vocab_size == 100_277
+    (folder / "meta.json").write_bytes(meta)
+    text = refusal(open_corpus, str(folder))
+    assert text.startswith(str(folder / "meta.json")) and len(text) < 500
 
 
 def test_ids_beyond_the_vocabulary_are_located(folder):
@@ -284,14 +272,6 @@ def test_unigram_entropy():
     s = Stream([(Path("a"), u16(*[0, 1, 2, 3] * 25)), (Path("b"), u16(*[5] * 300))], "bytes")
     assert s.unigram_entropy(100) == pytest.approx(np.log(4))
     assert s.unigram_entropy() == pytest.approx(np.log(16) / 4 + np.log(4 / 3) * 3 / 4)
-
-
-def test_a_permutation_is_made_once(monkeypatch):
-    """ Catches one that is computed anew for each sequence: 400 times slower in large blocks. """
-    made, data_rng = [], np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda *args: made.append(1) or data_rng(*args))
-    stream(60_000).sequences(0, 5000, 1, 7, 50_000)
-    assert len(made) == 1
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Into and out of Hugging Face's format: a trained model for other programs, and a
     python train.py --init_from=out/NAME ...                    and this starts a fresh run from them
 
 Four parts: the table of names, which serves both ways; out, with NVFP4 and the tokenizer; in; the command.
-All of it needs the package safetensors, and nothing needs transformers. The files of a model are
+It needs the package safetensors, and nothing needs transformers. The files of a model are
 model.safetensors, config.json, generation_config.json, and, for an encoding that can be written so,
 tokenizer.json and tokenizer_config.json.
 
@@ -29,6 +29,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+try:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+except ImportError:
+    raise SystemExit("error: this program needs a package more: type pip install safetensors") from None
 
 from build import Net, only
 from checkpoint import FORMAT, code
@@ -96,9 +102,9 @@ def export(net: Net, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: st
         for name, content in files.items():
             (making / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         try:
-            safetensors().save_file(tensors_of(model, packed, DTYPES[dtype]), making / "model.safetensors",
-                                    metadata={"format": "pt"})
-        except safetensors().SafetensorError as error:      # in which it wraps what is wrong with the disk
+            save_file(tensors_of(model, packed, DTYPES[dtype]), making / "model.safetensors",
+                      metadata={"format": "pt"})
+        except SafetensorError as error:        # in which it wraps what is wrong with the disk
             raise ConfigError(f"cannot write {to}: {error}") from None
         # the package makes a file that only its owner can read
         shutil.copymode(making / "config.json", making / "model.safetensors")
@@ -111,17 +117,6 @@ def export(net: Net, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: st
         + (", those of the blocks' linears in NVFP4" if packed else ""))
     say(f"vocab_size {rows} as in the checkpoint: {corpus.vocab_size} ids of encoding {corpus.encoding_name} "
         f"and {rows - corpus.vocab_size} rows of padding")
-
-
-def safetensors():
-    """ The package, imported when it is needed: training does without. """
-    try:
-        import safetensors.torch as package
-        from safetensors import SafetensorError
-    except ImportError:
-        raise ConfigError("this needs the package safetensors: type pip install safetensors") from None
-    package.SafetensorError = SafetensorError
-    return package
 
 
 def model_config(model: GPT, cfg: Config, corpus: Corpus, dtype: str) -> dict:
@@ -369,14 +364,13 @@ def check_plain(theirs: dict, folder: Path):
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """ All tensors of a model by name, from one file, or from those that an index names. """
-    package, files, tensors = safetensors(), {"model.safetensors"}, {}
-    index = folder / "model.safetensors.index.json"
+    files, tensors, index = {"model.safetensors"}, {}, folder / "model.safetensors.index.json"
     try:
         if index.is_file():
             files = {*json.loads(index.read_bytes())["weight_map"].values()}
         for file in sorted(files):
-            tensors |= package.load_file(folder / file)
-    except (package.SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
+            tensors |= load_file(folder / file)
+    except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{folder} cannot be read as safetensors ({str(error)[:99]})") from None
     return tensors
 
