@@ -152,6 +152,8 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     if cfg.backend == "reference" or cfg.backend == "auto" and device.type != "cuda":
         return "reference"              # on a CPU kernels are only interpreted, which is for tests
     missing = enter_kernels(device)
+    need(cfg.backend in ("auto", *BACKENDS),
+         f"backend = {cfg.backend!r}: {missing or did_you_mean(cfg.backend, ('auto', *BACKENDS))}")
     if not any(recipe.operands):
         return "reference"
     recipes = [recipe, only(recipe, [3, 4, 5, 6])] if cfg.bf16_forward else [recipe]
@@ -160,8 +162,6 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
         return next(filter(None, (BACKENDS[name].problem(r) for r in recipes)), "")
     if cfg.backend == "auto":
         return next(name for name in reversed(BACKENDS) if not problem(name))
-    need(cfg.backend in BACKENDS,
-         f"backend = {cfg.backend!r}: {missing or did_you_mean(cfg.backend, ('auto', *BACKENDS))}")
     need(not (why := problem(cfg.backend)), f"backend = {cfg.backend!r}: {why}; or type --backend=auto")
     return cfg.backend
 

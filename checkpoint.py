@@ -66,6 +66,10 @@ class Run:
         for path in (*self.folder.glob("ckpt_*.tmp"), *(self.folder / f"{name}.tmp" for name in FILES)):
             path.unlink(missing_ok=True)        # of a run that was killed while it wrote
 
+    def close(self):
+        """ Let other processes in again. """
+        self.log.close()
+
     def say(self, line: str):
         """ To the terminal and to log.txt. Neither a closed terminal nor a full disk ends a run. """
         try:
@@ -205,7 +209,7 @@ class Onlooker(Run):
     def say(self, *_):
         return None
 
-    find = begin = row = track = start_wandb = say
+    find = begin = row = track = start_wandb = close = say
 
     def save(self, state: dict) -> bool:
         return True
