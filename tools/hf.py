@@ -236,7 +236,7 @@ def price(net: Net, cfg: Config, corpus: Corpus, packed: dict[str, tuple[Quantiz
             weights = {name: unpack_weight(packed[name]) for name in net.layers}
         for name, layer in net.layers.items():
             layer.weight.copy_(weights[name])
-        signal, noise = (sum(float(w.double().square().sum()) for w in tensors) for tensors in (
+        signal, noise = (sum(float(w.cpu().double().square().sum()) for w in tensors) for tensors in (
             master.values(), (master[name] - weights[name] for name in master)))
         ratio = 10 * math.log10(signal / noise) if noise else math.inf
         yield f"{label:20}{ratio:>8.2f}{val_loss(net, corpus, cfg):>10.4f}"
@@ -334,14 +334,17 @@ def import_model(folder: Path, to: Path, say=print):
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{folder / 'config.json'} is not that of an OLMo-2 ({error})") from None
     check_plain(values, folder)
-    weights, tied = our_weights(read_tensors(folder), cfg, folder)
+    tensors, tied = read_tensors(folder), values.get("tie_word_embeddings")
+    if tied:
+        tensors["lm_head.weight"] = tensors.get("model.embed_tokens.weight")
+    weights = our_weights(tensors, cfg, folder)
     with new_folder(to) as making:
         torch.save({"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(Recipe()),
                     "sources": {}, "data": f"unknown, as imported from {folder}", "step": 0, "seconds": 0.0,
                     "model": weights, "optimizers": []}, making / "ckpt_000000000.pt")
         (making / "config.json").write_text(json.dumps(asdict(cfg), indent=1), encoding="utf-8")
     if tied:
-        say("its head is that of the embedding; from now on the two train apart")
+        say("the weights of its head are those of its embedding; from now on the two train apart")
     say(f"{to}: {sum(w.numel() for w in weights.values()):,} parameters. With data in the ids of their "
         "tokenizer, start from them by")
     say(f"python train.py --init_from={to} --data=DIR " +
@@ -355,8 +358,8 @@ def check_plain(theirs: dict, folder: Path):
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     heads, wide = theirs["num_attention_heads"], theirs["hidden_size"]
     for odd, what in ((scaled, "scaled rotary positions"), (theirs.get("attention_bias"), "biases"),
-                      (theirs.get("num_key_value_heads", heads) != heads, "grouped queries"),
-                      (theirs.get("head_dim", wide // heads) != wide // heads, "heads of another width"),
+                      ((theirs.get("num_key_value_heads") or heads) != heads, "grouped queries"),
+                      ((theirs.get("head_dim") or wide // heads) != wide // heads, "heads of another width"),
                       (theirs.get("hidden_act", "silu") != "silu", "another activation than silu"),
                       (theirs.get("quantization_config"), "packed weights")):
         need(not odd, f"{folder} has {what}, and model.py has not: take a plain OLMo-2")
@@ -375,12 +378,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> tuple[dict[str, Tensor], bool]:
-    """ Their tensors -> ours, float32, and whether the head is the embedding. ConfigError if one is odd. """
+def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> dict[str, Tensor]:
+    """ Their tensors -> ours, float32. ConfigError unless they are those of an OLMo-2 of its sizes. """
     with torch.device("meta"):      # takes no memory: only the shapes are wanted
         shapes = {name: p.shape for name, p in GPT(cfg, cfg.vocab_size).named_parameters()}
-    if tied := "lm_head.weight" not in theirs:
-        theirs = theirs | {"lm_head.weight": theirs.get("model.embed_tokens.weight")}
     names = {f"{ours}.weight": [f"{name}.weight" for name in parts]
              for ours, parts in module_names(cfg.n_layer).items()}
     odd = theirs.keys() ^ {name for parts in names.values() for name in parts}
@@ -394,7 +395,7 @@ def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> tuple[d
                  "config.json says")
             need(theirs[name].isfinite().all(), f"{folder}: {name} holds a NaN or Inf: get it again")
         weights[ours] = torch.cat([theirs[name].float() for name in parts])
-    return weights, tied
+    return weights
 
 
 # -----------------------------------------------------------------------------
