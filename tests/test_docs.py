@@ -197,12 +197,12 @@ def copy_of_the_project(folder: Path):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-@pytest.mark.parametrize("number, flags", enumerate((["--recipe=five"], ["--recipe=centered"],
-                                                     ["--recipe=tetrajet_base", "--osci=feedback"])))
+@pytest.mark.parametrize("number, flags", ((0, ["--recipe=five"]), (1, ["--recipe=centered"]),
+                                           (2, ["--recipe=tetrajet_base", "--osci=feedback"])))
 def test_the_three_ideas_apply_train_and_resume(number, flags, tmp_path):
     """
-    Catches: code that has moved away from a diff of docs/forking.md, a diff that grew beyond 15 lines of code,
-    an idea that the rest of the lesson has to know of, and state that a checkpoint does not hold.
+    Catches: code that has moved away from a diff of docs/forking.md, a diff that grew beyond 15 lines of
+    code, an idea that the rest of the lesson has to know of, and state that a checkpoint does not hold.
     """
     if shutil.which("git") is None:
         pytest.skip("needs git, to apply the diff")
