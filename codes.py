@@ -86,7 +86,9 @@ def quantize(x: Tensor, op: Operand, noise: Tensor | None = None) -> Quantized:
 
 def sign_bit(op: Operand) -> int:
     """ Which bit of a code is the sign: 3 where a code is a nibble, 7 where it is a byte. """
-    return int(encode(torch.tensor(GRIDS[op.grid].max), GRIDS[op.grid])).bit_length()
+    grid = GRIDS[op.grid]
+    binades = math.frexp(grid.max)[1] - grid.emin       # 2^emin .. max; the exponent 0 is for what lies below
+    return binades.bit_length() + grid.mbits
 
 
 def grid_value(code: Tensor, op: Operand) -> Tensor:
