@@ -4,6 +4,7 @@ and one line for each mistake. Runs are made in this process, by main(), with a 
 step. What a checkpoint may meet on a disk stands in test_checkpoint.py.
 """
 import csv
+import io
 import json
 import math
 import multiprocessing
@@ -22,7 +23,7 @@ import torch
 
 import data
 import train
-from build import RECIPES, REMEDIES
+from build import RECIPES
 from checkpoint import read
 from config import parse
 from model import GPT
@@ -74,6 +75,14 @@ def go(shards, tmp_path, capsys):
     return run
 
 
+@pytest.fixture(scope="session")
+def straight(shards, tmp_path_factory) -> Path:
+    """ The folder of a run with FULL and nothing in its way; several tests hold theirs against it. """
+    out = tmp_path_factory.mktemp("straight")
+    assert train.main(tiny(shards, f"--out={out}", "--name=r", *FULL, "--log_every=1")) == 0
+    return out / "r"
+
+
 def last_state(folder: Path) -> dict:
     return read(sorted(folder.glob("ckpt_*.pt"))[-1])
 
@@ -113,40 +122,35 @@ def timeless(folder: Path) -> list[dict]:
 # -----------------------------------------------------------------------------
 # 10 + resume + 10 = 20
 
-OTHERS = [name for name in REMEDIES if name not in ("off", "reset")]
-
-
 @pytest.mark.parametrize("flags", [
-    ["--recipe=bf16"], ["--recipe=bf16", "--optimizer=muon"], [*FULL, "--osci_track=1"],
-    [*FULL, "--osci_track=0.2", "--micro_batch=2"], [*FULL, "--recipe=tetrajet_released", "--shuffle=7"],
-    [*FULL, "--outlier_start=0.1", "--outlier_window=0.3", "--outlier_log=0.35"],
+    ["--recipe=bf16"], ["--recipe=bf16", "--optimizer=muon"], [*FULL, "--osci_track=1", "--shuffle=7"],
+    [*FULL, "--outlier_start=0.1", "--outlier_window=0.3", "--outlier_log=0.35", "--micro_batch=2"],
     # channels are chosen while a window is open, which was opened with more weights to choose from
     [*FULL, "--outlier_start=0.2", "--outlier_window=0.1", "--osci_start=0", "--osci_period=0.9",
      "--osci_window=0.8", "--osci_track=1"],
-    *([*FULL, f"--osci={name}", "--osci_start=0.3", "--osci_period=0.6"] for name in OTHERS),
-], ids=" ".join)
+    [*FULL, "--osci=freeze"],
+], ids=lambda flags: " ".join(flags[-3:]))
 def test_ten_plus_ten_is_twenty(go, flags):
     """
     Catches: any state that a checkpoint forgets (moments, an open window of OsciReset or OutControl, noise,
     the place in the data), and evaluation or logging that touches training: the second half has other
     intervals. Bit for bit.
     """
-    straight, _ = go("straight", *flags)
+    whole, _ = go("whole", *flags)
     stopped, printed = go("resumed", *flags, "--stop_at=10", "--log_every=3", "--save_every=4")
     assert "stopped at step 10; the same command goes on from" in printed
     state = last_state(stopped)
-    if flags == [*FULL, "--osci_track=1"]:
+    if "--shuffle=7" in flags:
         assert {"osci_w", "channel_norms"} <= {name.split(".")[-1] for name in state["model"]}
     resumed, printed = go("resumed", *flags, "--eval_every=3", "--log_every=2", "--save_every=7")
     assert "continuing from" in printed and state["step"] == 10
-    assert_same(learned(last_state(straight)), learned(last_state(resumed)))
+    assert_same(learned(last_state(whole)), learned(last_state(resumed)))
 
 
-def test_evaluation_and_logging_touch_no_training_state(go):
+def test_evaluation_and_logging_touch_no_training_state(go, straight):
     """ Catches: evaluation that draws from a shared generator, moves the counter, or leaves a flag set. """
-    quiet, _ = go("quiet", *FULL, "--log_every=0")
     busy, _ = go("busy", *FULL, "--eval_every=1", "--save_every=1", "--sample_tokens=20")
-    assert_same(learned(last_state(quiet)), learned(last_state(busy)))
+    assert_same(learned(last_state(straight)), learned(last_state(busy)))
 
 
 def test_blocks_computed_again_change_nothing(go, monkeypatch):
@@ -155,7 +159,7 @@ def test_blocks_computed_again_change_nothing(go, monkeypatch):
     monkeypatch.setattr(QuantLinear, "forward", lambda layer, x: calls.append(1) or forward(layer, x))
     for name in ("kept", "again"):
         calls.clear()
-        folder, _ = go(name, *FULL, "--micro_batch=2", f"--recompute={name == 'again'}")
+        folder, _ = go(name, *FULL, f"--recompute={name == 'again'}")
         states.append((len(calls), learned(last_state(folder))))
     (kept, a), (again, b) = states
     assert again > 1.4 * kept
@@ -163,14 +167,13 @@ def test_blocks_computed_again_change_nothing(go, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kill_at_any_moment(go, shards, tmp_path):
+def test_kill_at_any_moment(go, shards, straight, tmp_path):
     """ Catches: a checkpoint written in place, a torn one that is believed, rows lost or doubled. """
-    flags = [*FULL, "--save_every=1", "--eval_every=4"]
-    straight, _ = go("straight", *flags)
+    flags = [*FULL, "--save_every=1"]
     # a fork has PyTorch in memory already, so that kills fall into the steps, from the first on
     command = tiny(shards, f"--out={tmp_path}", "--name=killed", *flags)
     killed = 0
-    for _ in range(8):
+    for _ in range(6):
         process = multiprocessing.get_context("fork").Process(target=train.main, args=(command,))
         process.start()
         time.sleep(0.05 + 0.3 * random.random())
@@ -185,9 +188,8 @@ def test_kill_at_any_moment(go, shards, tmp_path):
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)])
-def test_a_signal_ends_the_run_after_the_step(go, monkeypatch, name, code):
+def test_a_signal_ends_the_run_after_the_step(go, straight, monkeypatch, name, code):
     """ Catches: a preempted job that loses its steps since the last save, and says nothing. """
-    straight, _ = go("straight", *FULL)
     calls, forward = [], GPT.forward
 
     def interrupted(model, *inputs):
@@ -201,9 +203,10 @@ def test_a_signal_ends_the_run_after_the_step(go, monkeypatch, name, code):
     monkeypatch.undo()
     assert "stopped at step 7; the same command goes on from" in printed and last_state(folder)["step"] == 7
     assert signal.getsignal(signal.SIGTERM) == before
-    go("r", *FULL)
-    assert_same(learned(last_state(straight)), learned(last_state(folder)))
-    assert timeless(straight) == timeless(folder)
+    if name == "SIGTERM":
+        go("r", *FULL)
+        assert_same(learned(last_state(straight)), learned(last_state(folder)))
+        assert timeless(straight) == timeless(folder)
 
 
 def test_a_second_ctrl_c_ends_at_once(go, monkeypatch):
@@ -254,9 +257,8 @@ def test_the_split_into_micro_batches_does_not_matter(go, monkeypatch, flags):
         [step, micro] for count in (1, 2, 4) for step in range(2) for micro in range(count)]
     whole = [torch.cat([tokens for tokens, _ in part]) for part in (seen[:2], seen[2:6], seen[6:])]
     assert torch.equal(whole[0], whole[1]) and torch.equal(whole[0], whole[2])
-    for step in range(2):
-        for other in (grads[2 + step], grads[4 + step]):
-            assert (grads[step] - other).norm() < 1e-6 * grads[step].norm()
+    for other in (grads[2:4], grads[4:6]):
+        assert all((a - b).norm() < 1e-6 * a.norm() for a, b in zip(grads, other))
 
 
 def test_data_order_is_the_seed_s(go, monkeypatch):
@@ -296,7 +298,7 @@ def test_every_recipe_trains_and_has_two_losses(go, recipe):
 @pytest.mark.parametrize("name", ["bf16", "tetrajet_full", "tetrajet_released"])
 def test_a_config_file_acts_and_learns(go, name):
     """ Catches: a config file whose method never acts; and a method that does not learn. """
-    folder, printed = go(name, str(ROOT / f"configs/{name}.py"), "--steps=40", "--lr=1e-2")
+    folder, printed = go(name, str(ROOT / f"configs/{name}.py"), "--steps=30", "--lr=1e-2")
     assert ("OutControl keeps" in printed) == ("OsciReset put" in printed) == (name != "bf16")
     losses = [float(row["train_loss"]) for row in rows(folder) if row["train_loss"]]
     corpus = data.open_corpus(json.loads((folder / "config.json").read_text())["data"])
@@ -305,7 +307,7 @@ def test_a_config_file_acts_and_learns(go, name):
 
 def test_the_forward_pass_goes_back_to_bf16(go):
     """ Catches: a switch at another step, and one that a resumed run forgets. """
-    flags = ("--recipe=nvidia", "--bf16_forward=0.5", "--eval_every=1")
+    flags = ("--recipe=nvfp4", "--bf16_forward=0.5", "--eval_every=1")
     folder, printed = go("a", *flags)
     assert "step 10: the forward pass is not rounded from now on" in printed
     losses = {int(row["step"]): (row["val_loss_fp4"], row["val_loss_bf16"]) for row in rows(folder)
@@ -336,7 +338,7 @@ def poisoned(monkeypatch, at: int):
     monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
 
 
-@pytest.mark.parametrize("flags", [[], ["--log_every=0"], ["--save_every=0", "--eval_every=2"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--log_every=0"], ["--save_every=0", "--eval_every=2"]], ids=" ".join)
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(go, monkeypatch, flags):
     """ Catches: a run that trains on NaN for days, saves it over the good weights, or shows it. """
     folder, _ = go("r", "--recipe=tetrajet_base", "--save_every=5", "--stop_at=10")
@@ -433,7 +435,7 @@ def fake_wandb(monkeypatch, fails_in: str = "") -> list:
             if name == fails_in:
                 raise ConnectionError("no\nnetwork")
             told.append((name, args, named))
-            return SimpleNamespace(log=call("log"), define_metric=call("define_metric"), finish=call("finish"))
+            return SimpleNamespace(log=call("log"), define_metric=call("define_metric"))
         return take
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=call("init")))
     return told
@@ -489,7 +491,7 @@ def test_out_of_memory_names_a_micro_batch_that_divides():
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")], ids=repr)
 def test_too_little_memory_is_one_line(go, monkeypatch, error):
-    """ Catches: a traceback for want of memory, and other errors that are taken for it. """
+    """ Catches: a traceback for want of memory, and another error that is taken for it. """
     def forward(*_):
         raise error
     monkeypatch.setattr(GPT, "forward", forward)
@@ -504,13 +506,10 @@ def test_too_little_memory_is_one_line(go, monkeypatch, error):
 # as a program
 
 
-def command(shards, out, *flags) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *tiny(shards, f"--out={out}", "--name=r", *flags)]
-
-
 def test_a_reader_that_leaves_does_not_stop_the_run(shards, tmp_path):
     """ Catches: `python train.py ... | head -1`, which killed the run at its second line; an exit code. """
-    with subprocess.Popen(command(shards, tmp_path, "--recipe=bf16"), stdout=subprocess.PIPE,
+    flags = tiny(shards, f"--out={tmp_path}", "--name=r", "--recipe=bf16", "--steps=5")
+    with subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags], stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True) as run:
         run.stdout.readline()
         run.stdout.close()
@@ -519,15 +518,18 @@ def test_a_reader_that_leaves_does_not_stop_the_run(shards, tmp_path):
     assert "val_loss_fp4: " in (tmp_path / "r" / "log.txt").read_text()
 
 
-def test_a_terminal_that_knows_ascii_alone(shards, tmp_path):
+def test_a_terminal_that_knows_ascii_alone(shards, tmp_path, monkeypatch):
     """ Catches: a run whose last lines are lost because its sample, or its path, has other letters. """
-    done = subprocess.run(command(shards, tmp_path / "é", "--recipe=bf16", "--steps=2"), capture_output=True,
-                          env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and b"val_loss_fp4: " in done.stdout, done.stderr
+    for screen in (io.TextIOWrapper(io.BytesIO(), encoding="ascii"), io.StringIO()):    # and a notebook's
+        monkeypatch.setattr(sys, "stdout", screen)
+        flags = ["--recipe=bf16", "--steps=2", "--overwrite"]
+        assert train.main(tiny(shards, f"--out={tmp_path}", "--name=é", *flags)) == 0
+        screen.seek(0)
+        assert "val_loss_fp4: " in screen.read()
 
 
 def test_threads_sleep_while_they_wait():
-    """ Catches: the variable set after torch is imported, when OpenMP no longer reads it: 40 times slower. """
+    """ Catches: the variable set after torch is imported, when OpenMP no longer reads it. """
     for name in ("train", "eval", "bench"):
         text = (ROOT / f"{name}.py").read_text()
         assert 0 < text.find('os.environ.setdefault("OMP_WAIT_POLICY"') < text.find("\nimport torch\n"), name
