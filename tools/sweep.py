@@ -298,13 +298,14 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         return sweep(args.list, runs, max(1, args.jobs))
     except ConfigError as error:
-        line, code = str(error), 2
+        line = str(error)
     except OSError as error:
-        line, code = f"{error.filename or 'cannot write'}: {error.strerror}", 2
+        line = f"{error.filename or 'cannot write'}: {error.strerror}"
     except KeyboardInterrupt:
-        line, code = "stopped; the same command goes on", 130
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
     print(f"error: {line}", file=sys.stderr)
-    return code
+    return 2
 
 
 if __name__ == "__main__":
