@@ -1,34 +1,26 @@
 """
-The remedies that OsciReset is compared with: what they do is what their papers say, block scales hold, and
-a checkpoint forgets nothing.
+What OsciReset is compared with: each remedy does what its paper says while block scales hold, and each
+control changes one thing. That ranks with parts of the weights do the same: test_parallel.py.
 """
-import csv
-import io
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import data
-import eval
-import quant
-import train
-from config import EMA_WARMUP, parse
-from osci import full_scale, level, rounded_weight
-from quant import E2M1, Operand, QuantLinear, Recipe, decode, fake_quantize, quantize, quantizers_off
+import build
+import config
+from codes import E2M1, decode, quantize
+from noise import Counter
+from osci import THRESHOLDS, full_scale, level, rounded_weight
+from outliers import OutControl
+from quant import Operand, QuantLinear, Recipe, fake_quantize
 from recipes import RECIPES
-from remedies import Dampen, Freeze, QEma, ema_code, stand_in
-from test_osci import (BASE, KINDS, OPERANDS, SCHEDULE, WINDOW, Ops, adversarial, in_units, linear, model,
-                       play, same, walk)
-from test_train import WINDOWS, assert_same, go, last_state, learned, shards, tiny  # noqa: F401 (fixtures)
+from rivals.remedies import EMA_WARMUP, ema_code, follow, random_subset, stand_in
+from test_osci import (BASE, KINDS, OPERANDS, RESTS, SWINGS, WINDOW, Ops, adversarial, in_code_units,
+                       in_units, journey, linear, lists_made, model, play, remedy, resumed, run, same, walk)
 
 GRID = decode(torch.arange(8, dtype=torch.uint8), E2M1).double()
-PHASES = {k: v for k, v in SCHEDULE.items() if k != "track"}
-REMEDIES = {"qema": (QEma, dict(decay=0.9, warmup=4)), "freeze": (Freeze, dict(steps=20, threshold=0.005)),
-            "dampen": (Dampen, dict(steps=20, strength=0.1))}
-
-
 PLAIN = Recipe(y_w=OPERANDS["no outer"])
 
 
@@ -70,6 +62,13 @@ def by_hand(w, mean, q):
     return torch.where((y_mean - low).abs() < (y_mean - high).abs(), low, high), clear
 
 
+def largest_of_blocks(w, rows, columns):
+    N, K = w.shape
+    padded = F.pad(w.abs(), (0, -K % columns, 0, -N % rows))
+    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns).amax(dim=(1, 3))
+    return blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:N, :K]
+
+
 @pytest.mark.parametrize("name", [*OPERANDS, "up"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stand_in_has_the_codes_and_the_scales(kind, name):
@@ -97,31 +96,26 @@ def test_the_stand_in_has_the_codes_and_the_scales(kind, name):
             assert clear.float().mean() > 0.9
             # only a largest weight that should round down is refused, and there are such
             refused = (code != q.code) & ~differs
-            rows, columns = op.block
-            lowest = w.abs()[refused] * (1 + 1e-6) >= largest_of_blocks(w, rows, columns)[refused]
+            lowest = w.abs()[refused] * (1 + 1e-6) >= largest_of_blocks(w, *op.block)[refused]
             assert lowest.all() and (code < q.code)[refused].all() and differs.sum() > 10
             assert size < 1 or refused.any()
 
 
-def largest_of_blocks(w, rows, columns):
-    N, K = w.shape
-    padded = F.pad(w.abs(), (0, -K % columns, 0, -N % rows))
-    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns).amax(dim=(1, 3))
-    return blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:N, :K]
-
-
-def standing_in(recipe, outliers=0, N=36, K=140):
-    """ A layer of random weights with a stand-in that differs from them; and the codes it stands for. """
+def standing_in(recipe=RECIPES["tetrajet_full"], outliers=0, N=36, K=140):
+    """ A layer of random weights with a stand-in that differs from them, and its remedy. """
     torch.manual_seed(0)
-    layer = QuantLinear(K, N, bias=False, recipe=recipe, outliers=outliers, counter=quant.Counter(3))
+    layer = QuantLinear(K, N, bias=False, recipe=recipe, outliers=outliers, counter=Counter(3))
     if outliers:
         layer.set_channels(torch.arange(0, 11 * outliers, 11))
-    mean = layer.weight.detach() * (1 + 0.5 * torch.randn(N, K))
-    QEma.follow(layer, mean)
-    return layer, mean
+    qema = remedy("qema", {"a": layer})
+    layer.qema_mean = layer.weight.detach() * (1 + 0.5 * torch.randn(N, K))
+    with torch.no_grad():
+        follow(layer)
+    return layer, qema
 
 
-def run(layer, x, dy):
+def passes(layer, x, dy):
+    """ One forward and backward pass -> y, dX, dW. """
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
     y = layer(leaf)
@@ -133,42 +127,41 @@ def run(layer, x, dy):
 def test_the_forward_pass_rounds_the_stand_in_and_the_weight_gets_the_gradient(outliers):
     """
     Catches: a gradient that stops at the stand-in, or is masked where it differs; Q4 made from the weight;
-    outlier columns that are replaced too.
+    outlier columns that are replaced too; codes of the weight reported for those of the stand-in.
     """
-    layer, _ = standing_in(RECIPES["tetrajet_full"], outliers)
+    layer, qema = standing_in(outliers=outliers)
     twin = QuantLinear(140, 36, bias=False, recipe=layer.recipe, outliers=outliers, counter=layer.counter)
-    twin.load_state_dict(layer.state_dict())
-    twin.weight.data.copy_(layer.stand_in)
-    assert (layer.weight != layer.stand_in).float().mean() > 0.02
-    assert same(layer.weight.data[:, layer.channels[:outliers]], layer.stand_in[:, layer.channels[:outliers]])
+    twin.set_channels(layer.channels)
+    twin.weight.data.copy_(layer.qema_stand_in)
+    assert (layer.weight != layer.qema_stand_in).float().mean() > 0.02
+    assert same(layer.weight.data[:, layer.channels], layer.qema_stand_in[:, layer.channels])
     x, dy = torch.randn(24, 140), torch.randn(24, 36)
-    for a, b in zip(run(layer, x, dy), run(twin, x, dy), strict=True):
+    for a, b in zip(passes(layer, x, dy), passes(twin, x, dy), strict=True):
         assert same(a, b)
-    assert layer.weight.grad.abs().min() > 0 and layer.stand_in.grad is None
-    with quantizers_off(layer):
-        assert torch.equal(layer(x), F.linear(x, layer.weight))
-    with torch.no_grad():
-        w, q = rounded_weight(layer)
-        assert torch.equal(q.code, quantize(twin.forward_weight(), layer.recipe.y_w).code)
-        zeroed = layer.weight if not outliers else layer.weight.index_fill(1, layer.channels, 0.0)
-        assert same(w, zeroed)
+    assert layer.weight.grad.abs().min() > 0 and layer.qema_stand_in.grad is None
+    (w, q), (_, expected) = qema.rounded(layer), rounded_weight(twin)
+    zeroed = layer.weight.detach().index_fill(1, layer.channels, 0.0)
+    assert torch.equal(q.code, expected.code) and same(w, zeroed)
+    layer.enabled = False
+    assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
 def test_the_compiled_layer_with_a_stand_in_is_the_eager_one():
-    """ Catches: a graph break, and a stand-in that tracing freezes: it changes in place after each step. """
-    layer, mean = standing_in(BASE)
+    """ Catches: a stand-in that tracing freezes: it changes in place after each step. """
+    layer, _ = standing_in()
     torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager")
     x, dy = torch.randn(24, 140), torch.randn(24, 36)
-    before = run(layer, x, dy)[0]
+    before = passes(layer, x, dy)[0]
     for _ in range(2):
-        for a, b in zip(run(layer, x, dy), run(compiled, x, dy), strict=True):
+        for a, b in zip(passes(layer, x, dy), passes(compiled, x, dy), strict=True):
             assert same(a, b)
+        place = layer.qema_stand_in.data_ptr()
+        layer.qema_mean *= 1.2
         with torch.no_grad():
-            place = layer.stand_in.data_ptr()
-            QEma.follow(layer, mean * 1.2)
-            assert layer.stand_in.data_ptr() == place
-    assert not torch.equal(run(layer, x, dy)[0], before)
+            follow(layer)
+        assert layer.qema_stand_in.data_ptr() == place
+    assert not torch.equal(passes(layer, x, dy)[0], before)
 
 
 def test_a_trembling_weight_is_still():
@@ -176,49 +169,69 @@ def test_a_trembling_weight_is_still():
     Catches: a mean that is not that of the weight, or follows at once; the forward pass too early or late.
     Of two that swing, the one whose mean lies above the threshold rounds up, and neither flips.
     """
-    swings = [1.24, 1.26] * 13 + [1.24]
-    weights = in_units([swings, [2.5 - y for y in swings], [1.25001] * 27])
+    swings = (SWINGS[:2] * 20)[:33]
+    weights = in_units([swings, [2.5 - y for y in swings], RESTS[:1] * 33])
     layer = linear(weights[0])
-    remedy = QEma({"a": layer}, start=2, period=16, window=WINDOW, decay=0.5, warmup=4)
+    qema = remedy("qema", {"a": layer}, start=2, period=20, decay=0.5)
     mean = weights[2, 0, :2].double()
     for step, w in enumerate(weights):
         layer.weight.data.copy_(w)
-        remedy.after_step(step)
+        qema.after_step(step)
         if step > 2:
             mean = 0.5 * mean + 0.5 * w[0, :2].double()
-        assert (layer.stand_in is not None) == (step >= 2 + 4)
+        assert (layer.qema_stand_in is not None) == (step >= 2 + EMA_WARMUP)
         if step >= 2:
-            assert remedy.kept["a"]["mean"][0, :2].tolist() == pytest.approx(mean.tolist(), rel=1e-6)
+            assert layer.qema_mean[0, :2].tolist() == pytest.approx(mean.tolist(), rel=1e-6)
     # that mean swings itself; one of a decay of .9983 does not
     slow = linear(weights[0])
-    remedy = QEma({"a": slow}, start=0, period=16, window=WINDOW, decay=0.9983, warmup=4)
-    reports = play(remedy, slow, weights)
-    # the first window sees both ways of rounding, the second one only the average's
-    assert reports[WINDOW].flips > 0
-    assert (reports[16 + WINDOW].flips, reports[16 + WINDOW].found) == (0, 0)
-    assert reports[16 + WINDOW].reset == 0 and same(slow.weight.data, weights[-1])
-    watch = train.OsciReset({"a": linear(weights[0])}, "watch", 0, 16, WINDOW)
-    assert play(watch, watch.layers["a"], weights)[16 + WINDOW].flips == 16
-
-
-def test_a_decay_of_nothing_is_rounding_to_nearest():
-    """ Catches: the average of the step before, and refusals where nothing is asked for. """
-    weights = walk((8, 128), 12, size=0.05)
-    layer = linear(weights[0])
-    report = play(QEma({"a": layer}, 0, 20, 10, decay=0.0, warmup=0), layer, weights)[10]
-    assert (report.held, report.refused) == (0, 0) and same(layer.stand_in, weights[-1])
+    reports = play(remedy("qema", {"a": slow}, period=20, decay=0.9983), slow, weights)
+    # the first window sees rounding to nearest, the second one only the average's
+    assert reports[WINDOW]["flips"] > 0 == reports[WINDOW]["held"]
+    last = reports[20 + WINDOW]
+    assert (last["flips"], last["found"], last["reset"]) == (0, 0, 0) and same(slow.weight.data, weights[-1])
+    other = linear(weights[0])
+    assert play(remedy("watch", {"a": other}, period=20), other, weights)[20 + WINDOW]["flips"] == 16
 
 
 def test_what_q_ema_reports():
-    """ Catches: refused weights counted as held, and neither counted. """
+    """ Catches: refused weights counted as held, neither counted, refusals where nothing is asked for. """
+    weights = walk((8, 128), 21, size=0.05)
+    report, weight = run(weights, "qema", layer := linear(weights[0]), decay=0.0)
+    assert (report["held"], report["refused"]) == (0, 0) and same(layer.qema_stand_in, weights[-1])
     layer = linear(block(1.2, 1.3, -1.2), PLAIN)
-    remedy = QEma({"a": layer}, 0, 10, 1, decay=0.999, warmup=0)
-    remedy.after_step(0)
+    qema = remedy("qema", {"a": layer}, window=20, decay=0.999)
+    for step in range(20):
+        qema.after_step(step)
     # the last one holds the scale at 5.9, nearer to 6 than to 4, and its mean says 4
-    remedy.kept["a"]["mean"].copy_(block(1.3, 1.3, -1.2, last=4.0))
+    layer.qema_mean.copy_(block(1.3, 1.3, -1.2, last=4.0))
     layer.weight.data[0, 15] = 5.9
-    report = remedy.after_step(1)
-    assert (report.held, report.refused) == (1, 1)
+    said, columns = qema.after_step(20)
+    assert (columns["osci_held"], columns["osci_refused"]) == (1, 1)
+    assert said.startswith("Q-EMA rounds 1 weights (6.25%) to the neighbour that is farther, and not 1 more")
+
+
+def test_an_average_that_is_never_followed_is_refused():
+    """ Catches: a run that is accepted and ends before Q-EMA begins. """
+    with pytest.raises(config.ConfigError, match="leave no step of 13"):
+        remedy("qema", model(), start=2, steps=13)
+    remedy("qema", model(), start=2, steps=14)
+
+
+def test_a_checkpoint_of_q_ema_is_evaluated_as_it_was_trained():
+    """ Catches: an evaluation that rounds to nearest what was trained otherwise. """
+    layers = model()
+    journey(layers, remedy("qema", layers, start=0, steps=30), range(14))
+    cfg = config.parse(["--recipe=tetrajet_full", "--osci=qema", "--steps=100"])
+    net = build.build(cfg, 256, torch.device("cpu"))
+    layer = net.layers["blocks.0.attn.qkv"]
+    assert layer.extra == ("qema",) and layer.qema_stand_in is None
+    ours, theirs = layers["up"], model()["up"]
+    remedy("qema", {"a": theirs})
+    theirs.weight.data.copy_(ours.weight.data)
+    x = torch.randn(4, 100)
+    assert not same(theirs.eval()(x), ours.eval()(x))
+    theirs.qema_stand_in = resumed(layers)["up.qema_stand_in"]
+    assert same(theirs(x), ours(x))
 
 
 # -----------------------------------------------------------------------------
@@ -229,13 +242,12 @@ def freeze_by_hand(weights, op, thresholds):
     """ The paper's algorithm in float64, on weights that freezing does not change -> when frozen, and at. """
     now = torch.stack([level(quantize(w, op).code) for w in weights]).long()
     N, K = now.shape[1:]
-    steps, targets = torch.full((N, K), -1), torch.zeros(N, K)
-    margin = math.inf
+    steps, targets, margin = torch.full((N, K), -1), torch.zeros(N, K), math.inf
     for n in range(N):
         for k in range(K):
-            last, direction, f, mean = int(now[0, n, k]), 0, 0.0, float(now[0, n, k])
-            for step in range(1, len(now)):
-                i = int(now[step, n, k])
+            path = now[:, n, k].tolist()
+            last, direction, f, mean = path[0], 0, 0.0, float(path[0])
+            for step, i in enumerate(path[1:], 1):
                 turn = (i > last) - (i < last)
                 f = 0.01 * (turn * direction < 0) + 0.99 * f
                 margin = min(margin, abs(f - thresholds[step]))
@@ -257,40 +269,46 @@ def test_freeze_against_the_definition():
     thresholds = [0.02 + 0.08 * (1 + math.cos(math.pi * step / 59)) / 2 for step in range(60)]
     steps, targets = freeze_by_hand(weights, op, thresholds)
     layer = linear(weights[0], Recipe(y_w=op))
-    remedy = Freeze({"a": layer}, 0, 100, 50, steps=60, threshold=0.02)
+    freeze = remedy("freeze", {"a": layer}, window=50, steps=60, threshold=0.02)
     seen = torch.full((4, 48), -1)
     for step, w in enumerate(weights):
         layer.weight.data.copy_(w)
         # levels are those of the walk: what is frozen is not written, so that scales are the walk's as well
-        remedy.after_step(step)
-        seen[(seen < 0) & remedy.kept["a"]["frozen"]] = step
+        freeze.after_step(step)
+        seen[(seen < 0) & layer.freeze_frozen] = step
     first = steps >= 0
     assert first.sum() > 8 and (~first).sum() > 50 and len(steps[first].unique()) > 3
     assert torch.equal(seen, steps)
-    assert torch.equal(remedy.kept["a"]["target"][first].float(), targets[first])
+    assert torch.equal(layer.freeze_target[first].float(), targets[first])
+
+
+def frozen(layer, places, target=None, **knobs):
+    """ A layer of which some weights (a slice of columns) are frozen, where they are or at target. """
+    freeze = remedy("freeze", {"a": layer}, threshold=1.0, **knobs)
+    freeze.FIRST = 1.0                                # nothing else is frozen
+    freeze.after_step(0)
+    layer.freeze_frozen[:, places] = True
+    layer.freeze_target.copy_(layer.freeze_level)
+    if target:
+        layer.freeze_target[:, places] = torch.tensor(target, dtype=torch.int8)
+    return freeze
 
 
 def test_a_frozen_weight_keeps_its_code_while_the_scale_moves():
     """ Catches: the value frozen in place of the code, or written once and then left to the optimizer. """
     weights = walk((6, 300), 30, size=0.02)
     layer = linear(weights[0])
-    remedy = Freeze({"a": layer}, 0, 40, 20, steps=40, threshold=1.0)
-    remedy.FIRST = 1.0                                # nothing else is frozen
-    remedy.after_step(0)
-    kept = remedy.kept["a"]
-    kept["frozen"][:, ::3] = True
-    kept["target"].copy_(kept["level"])
-    wanted = kept["target"][:, ::3].clone()
-    scales = []
+    freeze = frozen(layer, slice(None, None, 3), period=40, window=20)
+    wanted, scales = layer.freeze_target[:, ::3].clone(), []
     for step, move in enumerate(weights.diff(dim=0), 1):
         layer.weight.data += move * 5
-        report = remedy.after_step(step)
+        said, columns = freeze.after_step(step)
         q = quantize(layer.weight.detach(), BASE.y_w)
-        held = level(q.code)[:, ::3] == wanted
-        assert held.float().mean() > 0.97
+        assert (level(q.code)[:, ::3] == wanted).float().mean() > 0.97
         scales.append(full_scale(q))
         if step == 20:
-            assert report.held == wanted.numel() and report.refused < 0.03 * report.held
+            assert columns["osci_held"] == wanted.numel() and said.startswith("Freeze holds 600 weights")
+            assert columns["osci_refused"] < 0.03 * columns["osci_held"]
     assert (scales[0] != scales[-1]).float().mean() > 0.3
     # to a few ulps: writing a largest weight may move an outer scale by one
     value = fake_quantize(layer.weight.detach(), BASE.y_w)[:, ::3]
@@ -303,15 +321,11 @@ def test_a_block_does_not_shrink():
     after step; and a guard by block alone, which would also leave the others of that block unwritten.
     """
     layer = linear(block(1.2, 4.9), PLAIN)
-    remedy = Freeze({"a": layer}, 0, 100, 50, steps=100)
-    remedy.after_step(0)
-    kept = remedy.kept["a"]
-    kept["frozen"][0, [0, 15]] = True
-    kept["target"][0, [0, 15]] = torch.tensor([2, 6], dtype=torch.int8)
+    freeze = frozen(layer, [0, 15], target=[2, 6])
     for step in range(1, 20):
         layer.weight.data[0, 0] += 0.1
         with torch.no_grad():
-            seen = remedy.act(layer, kept, step)
+            seen = freeze.act(layer, step)
         assert (int(seen["held"]), int(seen["refused"])) == (2, 1)
         assert layer.weight.data[0, [0, 15]].tolist() == [1.0, 6.0]
 
@@ -324,16 +338,12 @@ def test_a_coarse_scale_holds_too():
     w = torch.zeros(1, 128)
     w[0, 0], w[0, 20], w[0, 21] = 1.0, 1.6 * 2.0**-9 / 448, -0.5 * 2.0**-9 / 448
     layer = linear(w)
-    remedy = Freeze({"a": layer}, 0, 100, 50, steps=100)
-    remedy.after_step(0)
-    kept = remedy.kept["a"]
-    assert kept["level"][0, [0, 20]].tolist() == [7, 6]
+    freeze = frozen(layer, [20])
+    assert layer.freeze_level[0, [0, 20]].tolist() == [7, 6]
     before = quantize(w, BASE.y_w)
-    kept["frozen"][0, 20] = True
-    kept["target"].copy_(kept["level"])
     for step in range(1, 4):
         with torch.no_grad():
-            seen = remedy.act(layer, kept, step)
+            seen = freeze.act(layer, step)
         after = quantize(layer.weight.detach(), BASE.y_w)
         assert torch.equal(after.inner, before.inner) and torch.equal(after.code, before.code)
         assert (int(seen["held"]), int(seen["refused"])) == (1, 1) and same(layer.weight.data, w)
@@ -341,12 +351,11 @@ def test_a_coarse_scale_holds_too():
 
 def test_the_threshold_falls_from_a_tenth():
     """ Catches: rising in place of falling; a schedule that begins at step 0 or ends after the last step. """
-    layer = linear(walk((2, 16), 1, 0.0)[0])
-    remedy = Freeze({"a": layer}, 10, 20, 5, steps=31, threshold=0.01)
-    seen = []
-    remedy.track = lambda kept, now, threshold: seen.append(threshold)
+    layer, seen = linear(walk((2, 16), 1, 0.0)[0]), []
+    freeze = remedy("freeze", {"a": layer}, start=10, period=20, window=5, steps=31)
+    freeze.follow = lambda layer, now, threshold: seen.append(threshold)
     for step in range(31):
-        remedy.after_step(step)
+        freeze.after_step(step)
     assert len(seen) == 20 and all(a > b for a, b in zip(seen, seen[1:]))
     assert seen[9] == pytest.approx(0.055) and seen[-1] == pytest.approx(0.01) and 0.099 < seen[0] < 0.1
 
@@ -354,12 +363,10 @@ def test_the_threshold_falls_from_a_tenth():
 def test_freeze_leaves_outlier_channels_alone():
     """ Catches: the zeros that stand for outlier columns written over them. """
     layer = linear(walk((4, 64), 1, 0.0)[0], RECIPES["tetrajet_full"], outliers=3)
-    remedy = Freeze({"a": layer}, 0, 100, 50, steps=100)
-    remedy.after_step(0)
-    remedy.kept["a"]["frozen"].fill_(True)
+    freeze = frozen(layer, slice(None))
     before = layer.weight.data.clone()
     layer.set_channels(torch.tensor([3, 20, 40]))
-    remedy.after_step(1)
+    freeze.after_step(1)
     assert same(layer.weight.data[:, layer.channels], before[:, layer.channels])
     assert not same(layer.weight.data, before)
 
@@ -383,7 +390,7 @@ def test_the_gradient_is_that_of_the_formula(step, strength):
     was there replaced, outlier columns drawn to zero, a schedule that is off by one.
     """
     layers = model()
-    remedy = Dampen(layers, start=3, period=20, window=5, steps=14, strength=0.02)
+    dampen = remedy("dampen", layers, start=3, steps=14, strength=0.02)
     expected = {}
     for name, layer in layers.items():
         layer.weight.grad = torch.randn(layer.weight.shape)
@@ -391,10 +398,10 @@ def test_the_gradient_is_that_of_the_formula(step, strength):
         expected[name] = layer.weight.grad + grad
         bound = 6 * full_scale(rounded_weight(layer)[1])
         assert (layer.weight.abs() > bound).any() and (strength == 0 or grad.abs().max() > 0)
-    remedy.add_gradient(2)
+    dampen.before_clip(2)
     for name, layer in layers.items():
         assert (layer.weight.grad - expected[name]).abs().max() > 0 or strength == 0
-    remedy.add_gradient(step)
+    dampen.before_clip(step)
     for name, layer in layers.items():
         torch.testing.assert_close(layer.weight.grad, expected[name], rtol=1e-6, atol=1e-9)
     split = layers["down"]
@@ -405,200 +412,149 @@ def test_the_gradient_is_that_of_the_formula(step, strength):
 def test_dampen_reports_the_sum_of_squares():
     layers = model()
     expected = sum(float(penalty(layer).detach()) for layer in layers.values())
-    remedy = Dampen(layers, 0, 20, 1, steps=14)
-    assert remedy.after_step(0) is None
-    assert remedy.after_step(1).penalty == pytest.approx(expected, rel=1e-5) and expected > 0
+    dampen = remedy("dampen", layers, window=1)
+    assert dampen.after_step(0) == ("", {})
+    assert dampen.after_step(1)[1]["osci_penalty"] == pytest.approx(expected, rel=1e-5) and expected > 0
 
 
-def test_dampening_is_part_of_the_gradient_that_is_clipped(shards):
-    """ Catches: a hook that is never called, or only after the norm was taken. """
-    norms = []
-    for strength in (1e-9, 1e3):
-        cfg = parse(tiny(shards, "--recipe=tetrajet_base", *WINDOWS[3:], "--osci=dampen", "--lr=1e-9",
-                         f"--osci_strength={strength}"))
-        trainer = train.Trainer(cfg, data.open_corpus(str(shards)))
-        norms.append([float(trainer.train_step()["grad_norm"]) for _ in range(12)])
-    assert norms[0][:9] == norms[1][:9]              # it begins at step 8, with strength 0
-    assert norms[1][10] > 1.5 * norms[0][10]
+# -----------------------------------------------------------------------------
+# the controls
+
+
+def control(name, weights, seed=3, outliers=0, number=0, start=0):
+    """ One window of 20 steps over these weights -> columns, mask of what was reset. """
+    layer = linear(weights[0], RECIPES["tetrajet_full"], outliers=outliers)
+    layer.counter, layer.layer = Counter(seed), number
+    if outliers:
+        layer.set_channels(torch.arange(7, 7 + outliers))
+    watch = remedy(name, {"a": layer}, start=start, window=20, tau=5.0)
+    report = play(watch, layer, weights, first=start)[start + 20]
+    return report, layer.weight.data != weights[-1]
+
+
+@pytest.mark.parametrize("outliers", [0, 12])
+@pytest.mark.parametrize("name", ["random", "nearest", "watch"])
+def test_a_control_resets_as_many_others(name, outliers):
+    """
+    Catches: a control that resets what OsciReset found, a number that is not the window's, outlier columns or
+    weights of dead blocks drawn. The tracking is the same, so what was found is.
+    """
+    weights = walk((16, 300), 21, size=0.005)
+    weights[:, 3, 32:48] = 0.0
+    full, mask = control("reset", weights, outliers=outliers)
+    report, other = control(name, weights, outliers=outliers)
+    assert report["found"] == full["reset"] + full["refused"] > 100
+    for column in ("tracked", "flips", "reversals", "single", "near_share", "scale_flicker"):
+        assert report[column] == full[column]
+    if name == "watch":
+        assert not other.any() and (report["reset"], report["refused"]) == (0, 0)
+        return
+    assert report["reset"] + report["refused"] == report["found"] and report["refused"] < 0.03 * mask.sum()
+    assert report["reset_single"] + report["reset_never"] > full["reset_single"] + full["reset_never"]
+    share, overlap = mask.float().mean(), (mask & other).sum() / mask.sum()
+    # a random choice meets the other by chance: 5 sigma
+    assert overlap < 0.9 and (name == "nearest" or abs(overlap - share) < 5 * (share / mask.sum()) ** 0.5)
+    assert not other[:, 7:7 + outliers].any()
+
+
+def test_the_random_control_is_a_function_of_seed_step_and_layer():
+    """ Catches: the same weights in each window or layer, and a choice that no seed repeats. """
+    weights = walk((16, 300), 21, size=0.005)
+    base = control("random", weights)[1]
+    assert torch.equal(base, control("random", weights)[1])
+    for other in (dict(seed=4), dict(number=1), dict(start=1)):
+        assert (base & control("random", weights, **other)[1]).sum() < 0.5 * base.sum(), other
+
+
+def test_the_nearest_are_nearest():
+    """ Catches: distances in code units, the farthest taken, or those nearest when the window opened. """
+    weights = walk((16, 300), 21, size=0.005)
+    report, mask = control("nearest", weights)
+    y = in_code_units(weights[-1], quantize(weights[-1], BASE.y_w))
+    share = torch.stack([(y - t).abs() / gap for t, gap in THRESHOLDS]).amin(0)
+    limit = share.flatten().sort().values[report["found"] - 1]
+    assert (share[mask] <= limit * (1 + 1e-4)).all() and mask.sum() == report["reset"] > 100
+
+
+def test_edge_measures_the_gap_of_the_threshold():
+    """ Catches: a width that is not the gap, so that one side of 2 and 4 is never or always reset. """
+    ys, hits = [], []
+    for threshold, gap in THRESHOLDS:
+        for side in (-1, 1):
+            ys += [threshold + side * 0.004 * gap, threshold + side * 0.006 * gap]
+            hits += [True, False]
+    w = in_units([[y] for y in ys[:14]])[0].repeat(2, 1)
+    w[0, :14], w[1, :14] = w[0, :14], torch.tensor(ys[14:]) * w[0, 15] / 6
+    w[1] *= -1
+    layer = linear(w)
+    watch = remedy("edge", {"a": layer}, start=2, period=4, window=1)
+    reports = [watch.after_step(step)[1] for step in range(6)]
+    assert [bool(r) for r in reports] == [False, False, False, True, False, False]
+    changed = layer.weight.data != w
+    assert changed[:, :14].flatten().tolist() == hits and not changed[:, 14:].any()
+    assert same(layer.weight.data[changed], fake_quantize(w, BASE.y_w)[changed])
+    assert (reports[3]["osci_reset"], reports[3]["osci_near_share"]) == (14, 28 / 32)
+    assert not [name for name in resumed({"a": layer}) if "osci" in name]
+
+
+def test_a_random_subset():
+    """ Catches: numbers twice, numbers that are never drawn, another draw for each micro-step or rank. """
+    layer = linear(torch.zeros(1, 16))
+    layer.counter = Counter(3)
+    counts = torch.zeros(10)
+    for step in range(1000):
+        subset = random_subset(10, 3, layer, step, 10)
+        assert len(set(subset.tolist())) == 3
+        counts[subset] += 1
+    assert (counts - 300).abs().max() < 5 * (1000 * 0.3 * 0.7) ** 0.5
+    before = random_subset(100, 50, layer, 7, 10)
+    layer.counter.set(9, micro=2)
+    layer.counter.state[3] = 1
+    assert torch.equal(before, random_subset(100, 50, layer, 7, 10))
+    assert layer.counter.state.tolist() == [3, 9, 2, 1]
+    assert not torch.equal(before, random_subset(100, 50, layer, 7, 11))
+
+
+def test_random_channels_are_the_control_of_outcontrol():
+    """ Catches: channels that follow the norms, that a seed does not repeat, or all layers the same. """
+    def chosen(seed, number):
+        layer = linear(torch.zeros(4, 512), RECIPES["tetrajet_full"], outliers=51)
+        layer.counter, layer.layer = Counter(seed), number
+        x = torch.randn(8, 512)
+        x[:, :51] *= 30
+        control = OutControl({"a": layer}, 0, 1, "random")
+        control.before_step(0)
+        layer(x)
+        assert "51 input channels of 1 layers" in control.after_step(0)[0]
+        assert layer.split and layer.channels.unique().numel() == 51
+        return set(layer.channels.tolist())
+
+    a = chosen(1, 0)
+    # of 51 of 512, 5 meet 51 others by chance, with a deviation of 2.1
+    assert a == chosen(1, 0) and len(a & set(range(51))) < 16
+    assert len(a & chosen(2, 0)) < 16 and len(a & chosen(1, 1)) < 16
 
 
 # -----------------------------------------------------------------------------
 # all of them
 
 
-def journey(layers, remedy, steps):
-    """ A made-up optimizer whose gradients depend on the step, and on the forward pass that it sees. """
-    reports = {}
-    for step in steps:
-        for i, layer in enumerate(layers.values()):
-            g = torch.Generator().manual_seed(1000 * i + step)
-            layer.counter.set(step)
-            layer.zero_grad()
-            layer(torch.randn(8, layer.in_features, generator=g)).square().sum().backward()
-        if isinstance(remedy, Dampen):
-            remedy.add_gradient(step)
-        for i, layer in enumerate(layers.values()):
-            g = torch.Generator().manual_seed(2000 * i + step)
-            noise = torch.randn(layer.weight.shape, generator=g) * 1e-3
-            layer.weight.data += noise - 1e-5 * layer.weight.grad
-        report = remedy.after_step(step)
-        if report:
-            reports[step] = report
-    return reports
-
-
-@pytest.mark.parametrize("cut", [2, 5, 10, 13, 17])
-@pytest.mark.parametrize("name", REMEDIES)
-def test_ten_and_ten_steps_are_twenty(name, cut):
-    """ Catches: an average, a frequency or a stand-in that a checkpoint forgets, at any phase. """
-    def start():
-        layers = model()
-        kind, settings = REMEDIES[name]
-        return layers, kind(layers, **PHASES, **settings)
-
-    straight, remedy = start()
-    reports = journey(straight, remedy, range(20))
-    assert list(reports) == [13] and (reports[13].held > 0 or reports[13].penalty > 0)
-    first, remedy = start()
-    journey(first, remedy, range(cut))
-    saved = {"model": {n: m.state_dict() for n, m in first.items()}, "osci": remedy.state_dict()}
-    if cut % 2:                                      # else the very tensors, which must then be copied
-        file = io.BytesIO()
-        torch.save(saved, file)
-        saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    second, resumed = start()
-    for n, layer in second.items():
-        layer.load_state_dict(saved["model"][n])
-        assert not any("stand_in" in key for key in saved["model"][n])
-    resumed.load_state_dict(saved["osci"])
-    journey(first, remedy, range(cut, cut + 2))      # the old run must not reach into the new one
-    rest = journey(second, resumed, range(cut, 20))
-    assert rest == {step: report for step, report in reports.items() if step >= cut}
-    assert all(same(second[n].weight.data, straight[n].weight.data) for n in straight)
-
-
-@pytest.mark.parametrize("name", REMEDIES)
-def test_no_host_sync_between_reports(name):
-    """ Catches: .item(), nonzero, an if on a tensor: the GPU would wait for the host at each step. """
+@pytest.mark.parametrize("name, bytes_each", [("qema", 8), ("freeze", 12), ("dampen", 0), ("edge", 0)])
+def test_the_host_waits_once_and_memory_is_bounded(name, bytes_each, monkeypatch):
+    """ Catches: .item(), nonzero, an if on a tensor at each step; state that grows, or before the start. """
     layers = model()
-    kind, settings = REMEDIES[name]
-    remedy = kind(layers, **PHASES, **settings)
+    rival = remedy(name, layers, start=3, period=12, window=11, steps=20)
+    lists, plain = lists_made(monkeypatch), resumed(layers, file=False)
     for layer in layers.values():
         layer.weight.grad = torch.zeros_like(layer.weight)
     with Ops() as ops:
-        for step in range(13):
-            if name == "dampen":
-                remedy.add_gradient(step)
-            assert remedy.after_step(step) is None
-    waits = ("_local_scalar_dense", "nonzero", "aten.equal", "masked_select", "unique")
-    assert not [op for op in ops.names if any(w in op for w in waits)]
-    with Ops() as ops:
-        assert remedy.after_step(13)
-    assert any("_local_scalar_dense" in op for op in ops.names), "the detector does not detect"
-
-
-@pytest.mark.parametrize("name, bytes_each", [("qema", 4), ("freeze", 12), ("dampen", 0)])
-def test_memory(name, bytes_each):
-    """ Catches: state that grows, or is kept before the start. """
-    layers = model()
-    kind, settings = REMEDIES[name]
-    remedy = kind(layers, **PHASES, **settings)
-    sizes = []
-    for step in range(15):
-        remedy.after_step(step)
-        sizes.append(remedy.state_bytes())
+        for step in range(14):
+            rival.before_clip(step)
+            assert rival.after_step(step) == ("", {})
+            assert step > 2 or resumed(layers, file=False).keys() == plain.keys()
+        assert not lists
+        assert rival.after_step(14)[0]
+    assert not ops.waits() and len(lists) == 1
+    kept = [t for name, t in resumed(layers, file=False).items() if name not in plain]
     weights = sum(layer.weight.numel() for layer in layers.values())
-    assert sizes[2] == 0 and sizes[14] == bytes_each * weights
-
-
-@pytest.mark.parametrize("name", REMEDIES)
-def test_state_that_does_not_fit_is_refused(name):
-    """ Catches: the average of one layer applied to another, or of another type. """
-    layers = model()
-    kind, settings = REMEDIES[name]
-    remedy = kind(layers, **PHASES, **settings)
-    journey(layers, remedy, range(15))
-    state = remedy.state_dict()
-    for kept in ({}, {"mean": torch.ones(1)}, {"mean": torch.ones(6, 100, dtype=torch.float64)}):
-        if kept or name != "dampen":
-            with pytest.raises(ValueError, match="of up does not fit"):
-                remedy.load_state_dict(state | {"kept": state["kept"] | {"up": kept}})
-
-
-@pytest.mark.parametrize("kind, settings, message", [
-    (QEma, dict(decay=1.0), "decay < 1"), (QEma, dict(warmup=-1), "warmup >= 0"),
-    (Freeze, dict(threshold=1.5), "threshold <= 1"), (Freeze, dict(steps=3), "steps > start"),
-    (Dampen, dict(strength=0.0), "strength > 0"), (Dampen, dict(steps=2), "steps > start"),
-    (Dampen, dict(window=12), "window < period"),
-])
-def test_what_cannot_work_is_refused(kind, settings, message):
-    with pytest.raises(ValueError, match=message):
-        kind(model(), **PHASES | settings)
-    with pytest.raises(ValueError, match="not rounded to FP4"):
-        kind({"a": linear(torch.ones(4, 16), RECIPES["bf16"])}, **PHASES)
-
-
-def test_the_warm_up_is_the_one_that_config_checks():
-    """ Catches: a run that is accepted and ends before Q-EMA begins. """
-    assert QEma(model(), **PHASES).warmup == EMA_WARMUP
-
-
-# -----------------------------------------------------------------------------
-# in a run
-
-Q_EMA = ["--recipe=tetrajet_full", *WINDOWS, "--osci=qema", "--osci_start=0", "--osci_decay=0.9", "--lr=1e-2"]
-
-
-def test_a_checkpoint_of_q_ema_is_evaluated_as_it_was_trained(go):
-    """ Catches: an evaluation, or a resumed run, that rounds to nearest what was trained otherwise. """
-    straight, printed = go("straight", *Q_EMA)
-    go("resumed", *Q_EMA, "--stop_at=15")
-    resumed, _ = go("resumed", *Q_EMA)
-    assert_same(learned(last_state(straight)), learned(last_state(resumed)))
-
-    net, cfg, corpus, _ = eval.load_checkpoint(straight, device="cpu")
-    losses = eval.val_losses(net, corpus, cfg)
-    block = dict(line.split(": ", 1) for line in printed.splitlines()[-8:])
-    assert f"{losses['val_loss_fp4']:.4f}" == block["val_loss_fp4"]
-    assert f"{losses['val_loss_bf16']:.4f}" == block["val_loss_bf16"]
-    for layer in net.modules():
-        if isinstance(layer, QuantLinear):
-            layer.stand_in = None
-    assert eval.val_losses(net, corpus, cfg)["val_loss_fp4"] != losses["val_loss_fp4"]
-
-
-@pytest.mark.parametrize("change", [
-    dict(kept={}), dict(kept={"blocks.0.attn.qkv": {}}), dict(following=None),
-])
-def test_a_crafted_checkpoint_is_one_line(go, capsys, change):
-    """ Catches: a traceback, or a checkpoint without its averages that is evaluated as if it had them. """
-    folder, _ = go("r", *Q_EMA, "--stop_at=14")
-    path, = folder.glob("ckpt_*.pt")
-    state = torch.load(path, weights_only=True)
-    state["osci"] |= change
-    if change == dict(following=None):
-        del state["osci"]["following"]
-    torch.save(state, path)
-    with pytest.raises(eval.CheckpointError, match="does not fit this program"):
-        eval.load_checkpoint(folder, device="cpu")
-    with pytest.raises(SystemExit) as error:
-        go("r", *Q_EMA)
-    err = capsys.readouterr().err
-    assert error.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
-
-
-@pytest.mark.parametrize("osci, said", [
-    ("watch", "OsciReset would have put"), ("random", "the control put random"),
-    ("nearest", "weights nearest to a threshold"), ("qema", "Q-EMA rounds"), ("freeze", "Freeze holds"),
-    ("dampen", "Dampen's sum of squared distances"),
-])
-def test_what_a_run_says(go, osci, said):
-    """ Catches: a remedy that is accepted and never acts, a report without words or columns. """
-    folder, printed = go(osci, "--recipe=tetrajet_base", *WINDOWS[3:], f"--osci={osci}", "--osci_start=0.1",
-                         "--osci_period=0.6", "--osci_window=0.5", "--osci_tau=0.2", "--lr=1e-2",
-                         "--osci_threshold=0.001")
-    assert said in printed and "of them reversals" in printed
-    row, = [row for row in csv.DictReader((folder / "metrics.csv").open()) if row["osci_flips"]]
-    assert row["step"] == "12" and int(row["osci_found"]) > 0
-    assert (int(row["osci_reset"]) > 0) == (osci in ("random", "nearest"))
-    assert (float(row["osci_penalty"]) > 0) == (osci == "dampen")
+    assert sum(t.numel() * t.element_size() for t in kept) == bytes_each * weights
