@@ -227,6 +227,8 @@ def test_with_the_real_train_py(tmp_path, monkeypatch, capsys):
     assert float(row["val_loss_bf16"]) == pytest.approx(float(said["val_loss_bf16"]), abs=1e-4)
     assert float(row["train_loss"]) > 0 and float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0
     assert row["backend"] == "reference" and row["code"] == said.get("code", said.get("commit"))
+    # what tools/plot.py looks for in a log
+    assert re.search(r"^torch .+, (code|commit) \S+, run ", (folder / "log.txt").read_text(), re.MULTILINE)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert go(text) == 0 and "started" in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -249,8 +251,8 @@ def run(place) -> sweep.Run:
 
 
 @pytest.mark.parametrize("text", [
-    GOOD[:-1], GOOD[:-3], GOOD.replace("5,80", "4,80"), GOOD.replace("2.5,", ","), GOOD.replace("2.25", "nan"),
-    GOOD + "6,96,1,,,\n", GOOD.replace("2.25", "2.25,1"), GOOD.replace("2.25", "x"), "", "\n",
+    GOOD[:-1], GOOD[:-3], GOOD.replace("5,80", "4,80"), GOOD.replace("2.5,", ","), GOOD + "6,96,1,,,\n",
+    GOOD.replace("2.25", "nan"), GOOD.replace("2.25", "2.25,1"), GOOD.replace("2.25", "x"), "", "\n",
 ])
 def test_what_is_not_the_last_validation_loss_is_not_taken_for_it(run, text):
     """ Catches: half a row on a full disk read as another number; the loss of an earlier step; a nan. """
