@@ -1,356 +1,446 @@
 """
-The quantized linear of quant.py on a GPU: the same six operands in fewer passes, and two ways to multiply.
+The quantized linear of quant.py on a GPU: three back ends, put into quant.BACKENDS.
 
-    emulate   operands as rounded values in the compute dtype, one GEMM of the library each. Codes and scales
-              are those of the reference, bit for bit. bf16 then rounds code times scale once more, to 8 bits
-    packed    the same values, but what is kept for the backward pass is codes and scales, 4.75 bits a value,
-              and made into values there: less memory, and some time. What has no codes (kernels.no_codes)
-              stays as in emulate
-    native    operands as codes and scales, the FP4 tensor cores multiply (gemms.py)
+    packed    as emulate, but what the backward pass needs is kept as codes and scales, 4.75 bits a value, and
+              becomes values again just before its product: less memory, some more time
+    emulate   the kernels round to values in the compute dtype, which a GEMM of the library multiplies
+    native    the kernels round to codes and scales, which the FP4 tensor cores multiply (kernels.py)
 
-Outlier channels need no second product: in the emulation they are further columns of both operands,
-Y = [X4 X8] [W4 W8]^T, and nvfp4_gemm adds their MXFP8 product to its sum before it rounds.
+All three round the six operands to the same codes and scales as the reference, bit for bit. What differs is
+the product: emulate and packed round each code times scale once more where the compute dtype is bf16, and
+sums run in the order of the hardware.
 
-What this file leaves out: formats (quant.py), kernels (kernels.py, gemms.py). quant.py calls it, and loads it
-when it does.
+One linear is few passes over memory. A pass reads a matrix once and writes it rounded in both orientations
+(rounding.round_pair):
 
-Letters used for shapes: T tokens, K input features, N output features, C outlier channels.
+    forward    X -> Q1(X) for Y, and Q6(X^T), kept for dW        Y  = Q1(X)    @ Q2(W)^T
+               W -> Q2(W) for Y, and Q4(W^T), kept for dX
+    backward   dY -> Q3(dY) for dX, and Q5(dY^T) for dW          dX = Q3(dY)   @ Q4(W^T)^T
+                                                                 dW = Q5(dY^T) @ Q6(X^T)^T
+
+Outlier channels need no second product. As values they are further columns of both operands,
+Y = [X4 X8] @ [W4 W8]^T, and nvfp4_gemm adds their MXFP8 product to its sum before it rounds.
+
+To torch.compile each linear is two opaque operators, one for each direction. It knows the shapes of what they
+return and does not look into them, so a compiled model has the bits of the eager one: no random number can be
+drawn twice or at another place.
+
+What this file leaves out: formats (quant.py), how kernels round (rounding.py) and multiply (kernels.py), and
+what a recipe has around the linear, which QuantLinear calls.
+
+Letters used for shapes: T tokens, K input and N output features, C outlier channels.
 """
-from functools import cache
+import math
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gemms import mxfp8_gemm, nvfp4_gemm
-from kernels import Out, Side, no_codes, no_kernel, no_lines, round_pair, turn_back, unpack
-from quant import DW_SIGNS, DX_SIGNS, Operand, Quantized, Recipe, inherited, rotation, sign_stream
-
-
-def up(n: int, multiple: int) -> int:
-    return -(-n // max(1, multiple)) * max(1, multiple)
-
-
-@cache
-def sides_of(r: Recipe) -> tuple[Side, ...]:
-    """
-    How the operands Q1 to Q6 are rounded, and rotated: each as the other one of its product. Cached, as all
-    that depends on settings alone: small layers on a fast GPU wait for what the host does between kernels.
-    """
-    def side(number: int, op: Operand | None, other: Operand | None) -> Side:
-        signs = sign_stream(op, other, DX_SIGNS if number in (3, 4) else DW_SIGNS)
-        return Side(op, rotation(op, other), number, signs)
-    return tuple(side(i + 1, op, r.operands[i ^ 1]) for i, op in enumerate(r.operands))
-
-
-def side_of(r: Recipe, number: int) -> Side:
-    """ That of operand Q<number>. """
-    return sides_of(r)[number - 1]
-
-
-def idle(side: Side) -> bool:
-    """ Whether it leaves a matrix as it is. """
-    return not (side.op or side.turn)
-
+import codes
+from kernels import NATIVE_ARCHS, mxfp8_gemm, native, nvfp4_gemm
+from noise import Counter
+from quant import BACKENDS, TENSOR, Backend, Operand, QuantLinear, Recipe, gemm
+from rounding import Out, Side, no_codes, no_kernel, no_lines, round_pair, track, unpack
 
 # -----------------------------------------------------------------------------
-# where a kernel writes
+# the linear, in both directions
 
 
-def values(x: Tensor, rows: int, columns: int, side: Side | None) -> Out | None:
-    """ Room for one orientation of x as values, its columns rounded up to whole rotations. """
-    if side is None:
-        return None
-    columns = up(columns, side.turn)
-    return Out(x.new_empty(rows, columns), None, None, columns)
-
-
-def packed_bytes(rows: int, columns: int, side: Side) -> int:
-    return sum(size for size, _ in _parts(rows, columns, side))
-
-
-def _parts(rows: int, columns: int, side: Side) -> list[tuple[int, tuple[int, int]]]:
-    """ Bytes, a multiple of 16, and shape of codes, inner and outer scales; rows are padded to 16 values. """
-    op, columns = side.op, up(up(columns, side.turn), 16)
-    height, width = op.block
-    blocks = up(rows, height) // height
-    # one outer scale in all, or none
-    outer = (blocks, up(columns, op.outer) // op.outer) if op.outer > 0 else (-op.outer, 1)
-    shapes = [(rows, columns * op.bits // 8), (blocks, up(columns, width) // width), outer]
-    sizes = [shapes[0][0] * shapes[0][1], shapes[1][0] * shapes[1][1], 4 * shapes[2][0] * shapes[2][1]]
-    return [(up(size, 16), shape) for size, shape in zip(sizes, shapes)]
-
-
-def unpacked(buffer: Tensor, rows: int, columns: int, side: Side) -> Out:
-    """ One buffer of packed_bytes() as codes, inner and outer scales, the outer one () for one in all. """
-    sizes = [size for size, _ in _parts(rows, columns, side)]
-    return _in_memory(buffer.split(sizes), rows, columns, side)
-
-
-def _in_memory(memory, rows: int, columns: int, side: Side) -> Out:
-    """ Three pieces of memory, as large as _parts() says, as codes and scales. """
-    parts = zip(memory, _parts(rows, columns, side), (torch.uint8, torch.uint8, torch.float32))
-    code, inner, outer = (piece.view(kind)[: shape[0] * shape[1]].view(shape)
-                          for piece, (_, shape), kind in parts)
-    if side.op.outer == 0:
-        outer = None
-    elif side.op.outer < 0:
-        outer = outer[0, 0]
-    return Out(code, inner, outer, up(up(columns, side.turn), 16))
-
-
-def room(x: Tensor, rows: int, columns: int, side: Side | None) -> tuple[Tensor, Out | None]:
-    """ A buffer for codes and scales, and its parts. """
-    if side is None:
-        return x.new_empty(0, dtype=torch.uint8), None
-    buffer = torch.empty(packed_bytes(rows, columns, side), dtype=torch.uint8, device=x.device)
-    return buffer, unpacked(buffer, rows, columns, side)
-
-
-def saved(r: Recipe, x: Tensor, N: int, C: int, save: bool, backend: str) -> list[tuple[Tensor, Out | None]]:
+def forward(f: "Forms", x: Tensor, w: Tensor, channels: Tensor, counter: Tensor, layer: int, save: bool,
+            dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
-    Room for what the backward pass needs, Q4 of W^T, Q6 of X^T and its outlier channels: one tensor of values
-    or of codes and scales each, and the Out in it.
+    x (T, K), w (N, K) -> y (T, N) in dtype, and what the backward pass needs, Q4(W^T), Q6(X^T) and X8^T, each
+    in one tensor, which is empty unless save.
     """
-    T, K = x.shape
-    rooms = []
-    for rows, columns, side in saved_sides(r, T, K, N, C):
-        codes = as_codes(side, backend)
-        if not save or rows == 0:
-            rooms.append((x.new_empty(0, dtype=torch.uint8 if codes else x.dtype), None))
-        elif codes:
-            rooms.append(room(x, rows, columns, side))
-        else:
-            out = values(x, rows, columns, side)
-            rooms.append((out.data, out))
-    return rooms
+    x, w, C = x.contiguous(), w.contiguous(), channels.numel()
+    q1, x8 = for_y(f.q1, f.x8, x, C, dtype)
+    q2, w8 = for_y(f.q2, f.w8, w, C, dtype)
+    q4, q6, x8_t = for_backward(f, x, w, channels, save, dtype)
+    both = partial(round_both, counter=counter, layer=layer, dtype=dtype)
 
-
-def saved_sides(r: Recipe, T: int, K: int, N: int, C: int) -> list[tuple[int, int, Side]]:
-    """ Rows, columns before rotation, and Side of the three. A rotated forward pass leaves more rows. """
-    sides = sides_of(r)
-    return [(up(K, inherited(r, r.dx_w)), N, sides[3]), (up(K, inherited(r, r.dw_x)), T, sides[5]),
-            (C, T, Side(fp8(r) if r.dw_x else None))]
-
-
-def as_codes(side: Side, backend: str) -> bool:
-    """ Whether what is kept for the backward pass is codes and scales. """
-    return backend == "native" or backend == "packed" and side.op is not None and not no_codes(side.op)
-
-
-def operand(out: Out, op) -> tuple:
-    """ Codes and scales as gemms.py takes them: squares share a scale there, rows do not. """
-    inner, outer = out.inner, out.outer
-    if op.block[0] > 1:
-        inner = inner.repeat_interleave(op.block[0], 0)[: out.data.shape[0]].contiguous()
-        if outer is not None and outer.dim():
-            outer = outer.repeat_interleave(op.block[0], 0)[: out.data.shape[0]].contiguous()
-    return (out.data, inner) if op.grid == "e4m3" else (out.data, inner, outer)
-
-
-def quantized(x: Tensor, op: Operand) -> Quantized:
-    """ quant.quantize(x, op), to nearest, by the kernels. """
-    side = Side(op)
-    # each in memory of its own: OsciReset keeps the scales, and codes with them would double what that costs
-    memory = [torch.empty(size, dtype=torch.uint8, device=x.device) for size, _ in _parts(*x.shape, side)]
-    out = _in_memory(memory, *x.shape, side)
-    round_pair(x.contiguous(), side, None, out, None, torch.zeros(4, dtype=torch.int64, device=x.device), 0)
-    return Quantized(unpack(out, op, x.shape[1], torch.uint8), out.inner, out.outer, op)
-
-
-def fp8(r: Recipe):
-    """ The format of a recipe's outlier channels; None, as everywhere, where they stay in bf16. """
-    return None if r.outlier == "bf16" else r.outlier
-
-
-def keep_of(channels: Tensor, K: int) -> Tensor:
-    """ int16 (K,): 0 for outlier channels, -1, all bits, for the others. """
-    return torch.full((K,), -1, dtype=torch.int16, device=channels.device).index_fill_(0, channels, 0)
-
-
-# -----------------------------------------------------------------------------
-# emulate and packed
-
-
-def emulate_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int,
-                    save: bool, backend: str):
-    """ As quant.linear_forward -> y, dx_w, dw_x, dw_x8, see saved(), and the trust masks. """
-    (T, K), N, C, dtype = x.shape, weight.shape[0], channels.numel(), x.dtype
-    x, weight = x.contiguous(), weight.contiguous() if r.y_w else weight.to(dtype).contiguous()
-    sides = sides_of(r)
-    # a multiple of 16, as K mostly is: the same compiled kernel for every layer
-    wide = up(K, sides[0].turn) + up(C, 16)
-    keep = keep_of(channels, K) if C else None
-    x_hat, w_hat = (t.new_empty(len(t), wide, dtype=dtype) if C or not idle(side) else None
-                    for t, side in ((x, sides[0]), (weight, sides[1])))
-    rooms = saved(r, x, N, C, save, backend)
-    dx_w, dw_x, dw_x8 = (out for _, out in rooms)
-    masks = [torch.empty((len(t), up(K, side.turn)) if r.trust and save and side.op else 0, dtype=torch.bool,
-                         device=x.device) for t, side in ((x, sides[0]), (weight, sides[1]))]
-    # dX sees the whole weight; where it does not start from the rounded one, it is the original
-    whole = bool(r.dx_w and r.align)
-
-    for t, hat, row, col, out, mask, align in (
-            (x, x_hat, sides[0], sides[5], dw_x, masks[0], bool(r.dw_x and r.align)),
-            (weight, w_hat, sides[1], sides[3], dx_w, masks[1], whole)):
-        trust = mask.view(torch.uint8) if mask.numel() else None
-        row_out = None if hat is None else Out(hat, None, None, wide, trust)
-        if out and t is weight and not whole and (C or not r.dx_w):
-            round_pair(t if r.dx_w else t.to(dtype), None, col, None, out, counter, layer)
-            out = None
-        round_pair(t, row if row_out else None, col if out else None, row_out, out, counter, layer,
-                   align=align, keep=keep)
-
+    # a column that is an outlier channel counts as zero: all bits of the others, and none of these
+    fp4 = torch.full_like(x[0], -1, dtype=torch.int16).index_fill_(0, channels, 0) if C else None
+    both(x, q1, q6 if save else None, align=f.align_x, row_mask=fp4, col_mask=fp4)
+    # in W^T all channels are FP4. Where it starts from the rounded W, the rows of outlier channels are zeros
+    # for now ...
+    both(w, q2, q4 if save else None, align=f.align_w, row_mask=fp4)
     if C:
-        eights = [Out(hat[:, K : K + C], None, None, wide) for hat in (x_hat, w_hat)]
-        for hat in (x_hat, w_hat):
-            hat[:, K + C :].zero_()
-        chosen_x, chosen_w = (t.index_select(1, channels) for t in (x, weight))
-        eight = fp8(r)
-        kept = Side(eight if r.dw_x else None) if save else None
-        round_pair(chosen_x, Side(eight if r.y_x else None), kept, eights[0], dw_x8, counter, layer,
-                   align=bool(r.dw_x and r.align))
-        # the rows of dx_w that are outlier channels, made again from the FP8 weight
-        again = save and whole
-        round_pair(chosen_w, Side(eight if r.y_w else None), sides[3] if again else None, eights[1],
-                   dx_w if again else None, counter, layer, align=True, lines=channels if again else None)
-    y = F.linear(x if x_hat is None else x_hat, weight.to(dtype) if w_hat is None else w_hat)
-    return y, *(buffer for buffer, _ in rooms), *masks
+        both(x.index_select(1, channels), x8, x8_t if save else None, align=f.align_x)
+        # ... and are made here, of W8
+        aligned = save and f.align_w
+        both(w.index_select(1, channels), w8, q4 if aligned else None, align=f.align_w,
+             col_rows=channels if aligned else None)
+    # Y (T, N)  =  Q1(X) (T, K)  @  Q2(W)^T (K, N)   +   X8 (T, C)  @  W8^T (C, N)
+    y = product(q1, q2, dtype, x8, w8)
+    return y, q4.memory, q6.memory, x8_t.memory
 
 
-def emulate_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, trust_x: Tensor,
-                     trust_w: Tensor, channels: Tensor, counter: Tensor, layer: int, need_dx: bool,
-                     need_dw: bool, K: int, backend: str):
-    """ As quant.linear_backward -> dx, dw. """
-    (T, N), C = dy.shape, channels.numel()
-    sides = saved_sides(r, T, K, N, C)
+def backward(f: "Forms", dy: Tensor, q4: Tensor, q6: Tensor, x8_t: Tensor, channels: Tensor, counter: Tensor,
+             layer: int, need_dx: bool, need_dw: bool, K: int) -> tuple[Tensor, Tensor]:
+    """ dy (T, N) and what forward() kept -> dx (T, K), dw (N, K) in its dtype; empty if not needed. """
+    (T, N), C, dtype = dy.shape, channels.numel(), dy.dtype
+    if T == 0:
+        return dy.new_empty(0, K if need_dx else 0), dy.new_zeros((N, K) if need_dw else 0)
+    q3 = along_rows(f.q3, dy, dtype) if need_dx else None
+    q5 = empty(f.q5, dy, N, T, dtype) if need_dw else None
+    dy8 = empty(f.dy8, dy, N, T, dtype) if need_dw and C else None
+    round_both(dy, q3, q5, counter, layer, dtype, extra=dy8)
 
-    def kept(buffer: Tensor, which: int) -> Tensor:
-        """ As values, made at the last moment, so that few of them are there at once. """
-        rows, columns, side = sides[which]
-        if not as_codes(side, backend):
-            return buffer
-        return unpack(unpacked(buffer, rows, columns, side), side.op, up(columns, side.turn), dy.dtype)
-
-    row, col = side_of(r, 3) if need_dx else None, side_of(r, 5) if need_dw else None
-    if row and idle(row):
-        row = None
-    extra = Side(fp8(r) if r.dw_dy else None) if need_dw and C else None
-    a, at, at8 = values(dy, T, N, row), values(dy, N, T, col), values(dy, N, T, extra)
-    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_dx:
-        dx = own_coordinates(r, F.linear(a.data if a else dy, kept(dx_w, 0)), trust_x, r.dx_w, K, counter)
+        # dX (T, K)  =  Q3(dY) (T, N)  @  Q4(W^T)^T (N, K)
+        dx = product(q3, Stored(f.q4, q4, K, N), dtype)
     if need_dw:
-        dw = own_coordinates(r, F.linear(at.data, kept(dw_x, 1)), trust_w, r.dw_x, K, counter)
-        if extra:
-            dw.index_copy_(1, channels, F.linear(at8.data, kept(dw_x8, 2)))
+        # dW (N, K)  =  Q5(dY^T) (N, T)  @  Q6(X^T)^T (T, K)
+        # and in the columns of outlier channels, (N, C)  =  dY8^T (N, T)  @  X8 (T, C)
+        dw = product(q5, Stored(f.q6, q6, K, T), dtype)
+        if C:
+            dw.index_copy_(1, channels, product(dy8, Stored(f.x8_t, x8_t, C, T), dtype))
     return dx, dw
 
 
-def own_coordinates(r: Recipe, grad: Tensor, trust: Tensor, other, K: int, counter: Tensor) -> Tensor:
-    """ A gradient that was made with Q4 or Q6 (other): its trusted part, without the forward's rotation. """
-    forward, turned = side_of(r, 1), inherited(r, other) > 0
-    if not trust.numel() and not turned:
-        return grad
-    mask = trust.view(torch.uint8) if trust.numel() else None
-    if not forward.turn:
-        return grad * mask
-    return turn_back(grad, mask, forward, K, turned, counter)
+def round_both(t: Tensor, row: "Stored | None", col: "Stored | None", counter: Tensor, layer: int,
+               dtype: torch.dtype, align: bool = False, row_mask: Tensor | None = None,
+               col_mask: Tensor | None = None, col_rows: Tensor | None = None, extra: "Stored | None" = None):
+    """
+    t (M, S) rounded along its rows into row (M, S), and along its columns into col (S, M): in one pass if
+    both start from the same values, which is the rule, and else in two.
+
+    align     col starts from the rounded rows
+    masks     int16 (S,): which columns of t count as zeros, for row and for col
+    col_rows  int64 (S,): the rows of col that the columns of t are, where col has more
+    extra     as col, rounded in a second way
+    """
+    def start(to: Stored | None) -> Tensor:
+        """ What is not rounded is in the compute dtype. """
+        return t if to is None or to.form.side.op else t.to(dtype)
+
+    first = row.memory if row and row.given else start(row)
+    second = first if align else start(col)
+    (row_side, row_out), (col_side, col_out), (extra_side, extra_out) = map(target, (row, col, extra))
+    if align or col is None or first is second and row_mask is col_mask:
+        round_pair(first, row_side, col_side, row_out, col_out, counter, layer, align, row_mask, col_rows,
+                   extra_side, extra_out)
+    else:
+        round_pair(first, row_side, None, row_out, None, counter, layer, keep=row_mask)
+        round_pair(second, None, col_side, None, col_out, counter, layer, False, col_mask, col_rows,
+                   extra_side, extra_out)
+
+
+def product(a: "Stored", b: "Stored", dtype: torch.dtype, a8: "Stored | None" = None,
+            b8: "Stored | None" = None) -> Tensor:
+    """ a (M, S) @ b (N, S)^T (+ a8 @ b8^T, which as values are columns of a and b) -> (M, N) in dtype. """
+    if a.form.bits == 4:
+        return nvfp4_gemm(a.codes(), b.codes(), a8 and a8.codes(), b8 and b8.codes(), dtype)
+    if a.form.bits == 8:
+        return mxfp8_gemm(a.codes(), b.codes(), dtype)
+    a, b = a.values(dtype), b.values(dtype)
+    # gemm() keeps autocast from casting float32 to bf16
+    return gemm(a, b) if dtype == torch.float32 else F.linear(a, b)
 
 
 # -----------------------------------------------------------------------------
-# what can run
+# how operands lie in memory
 
 
-def emulate_problem(r: Recipe) -> str:
-    """ Why there is no kernel for this recipe, or "". """
-    for number, op in enumerate((*r.operands, fp8(r)), 1):
-        if problem := op and no_kernel(op):
-            return f"operand Q{number}: {problem}" if number < 7 else f"outlier channels: {problem}"
-    if fp8(r) and (problem := no_lines(fp8(r))):
-        return f"outlier channels: {problem}"
-    for first, second, name in ((r.y_x, r.dw_x, "Q6"), (r.y_w, r.dx_w, "Q4")):
-        if rotation(r.y_x, r.y_w) and r.align and second and not first:
-            return f"operand {name}: no kernel for what the forward pass rotates and does not round"
-    if r.outlier and r.align and r.dx_w and (problem := no_lines(r.dx_w)):
-        return f"operand Q4, with outlier channels: {problem}"
+class Form(NamedTuple):
+    """ How an operand is rounded, and whether it is stored as codes, of so many bits, or as values: 0. """
+    side: Side
+    bits: int
+
+    def shapes(self, rows: int, columns: int) -> list[tuple[int, ...]]:
+        """ Of codes, inner and outer scales. A row of codes is filled up to a multiple of 16. """
+        op, columns = self.side.op, up(up(columns, self.side.rotate), 16)
+        down = -(-rows // op.block[0])
+        shapes = [(rows, columns * self.bits // 8), (down, -(-columns // op.block[1]))]
+        if op.outer:
+            shapes.append(() if op.outer == TENSOR else (down, -(-columns // op.outer)))
+        return shapes
+
+    def sizes(self, rows: int, columns: int) -> list[int]:
+        """ Their bytes, in multiples of 16, so that each starts where a whole piece of memory does. """
+        return [up(math.prod(shape) * kind.itemsize, 16)
+                for shape, kind in zip(self.shapes(rows, columns), KINDS)]
+
+    def out(self, parts: list[Tensor]) -> Out:
+        """ Codes, inner and perhaps outer scales as the kernels write and read them. """
+        code, inner, outer = (*parts, None)[:3]
+        return Out(code, inner, outer, code.shape[1] * 8 // self.bits)
+
+
+# the types of codes, inner and outer scales
+KINDS = torch.uint8, torch.uint8, torch.float32
+
+
+class Stored(NamedTuple):
+    """
+    An operand (rows, columns) in memory. As values that is a matrix, with the columns rounded up to whole
+    rotations, and further ones where outlier channels lie beside. As codes it is one tensor of bytes.
+    given says that the matrix was there before, and nothing is to be written.
+    """
+    form: Form
+    memory: Tensor
+    rows: int
+    columns: int
+    given: bool = False
+
+    def out(self) -> Out:
+        """ As the kernels write and read it. """
+        if not self.form.bits:
+            return Out(self.memory, stride=self.memory.stride(0))
+        pieces = self.memory.split(self.form.sizes(self.rows, self.columns))
+        return self.form.out([piece.view(kind)[: math.prod(shape)].view(shape) for piece, kind, shape in
+                              zip(pieces, KINDS, self.form.shapes(self.rows, self.columns))])
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """ The matrix. """
+        side = self.form.side
+        if not self.form.bits:
+            return self.memory
+        return unpack(self.out(), side.op, up(self.columns, side.rotate), dtype)
+
+    def codes(self) -> tuple[Tensor, ...]:
+        """ Codes and scales as kernels.py takes them, where the rows of a square have no scale in common. """
+        out, height = self.out(), self.form.side.op.block[0]
+        scales = [s for s in (out.inner, out.outer) if s is not None]
+        if height > 1:
+            scales = [s.repeat_interleave(height, 0)[: self.rows].contiguous() if s.dim() else s
+                      for s in scales]
+        return out.data, *scales
+
+
+def target(to: Stored | None) -> tuple[Side | None, Out | None]:
+    return (None, None) if to is None or to.given else (to.form.side, to.out())
+
+
+def empty(form: Form, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Stored:
+    """ Memory for an operand, on the device of like. """
+    if form.bits:
+        memory = like.new_empty(sum(form.sizes(rows, columns)), dtype=torch.uint8)
+    else:
+        memory = like.new_empty(rows, up(columns, form.side.rotate), dtype=dtype)
+    return Stored(form, memory, rows, columns)
+
+
+def along_rows(form: Form, x: Tensor, dtype: torch.dtype) -> Stored:
+    """ Where x (M, S) rounded along its rows goes; x itself if it stays as it is. """
+    if form.side.op or form.side.rotate:
+        return empty(form, x, *x.shape, dtype)
+    return Stored(form, x.to(dtype), *x.shape, given=True)
+
+
+def for_y(form: Form, form8: Form, x: Tensor, C: int, dtype: torch.dtype) -> tuple[Stored, Stored | None]:
+    """ Where Q1(X) and X8, or Q2(W) and W8, go: as values side by side, so that one product adds up both. """
+    if C == 0:
+        return along_rows(form, x, dtype), None
+    rows, K = x.shape
+    if form.bits:
+        return empty(form, x, rows, K, dtype), empty(form8, x, rows, C, dtype)
+    first = up(K, form.side.rotate)
+    # a multiple of 16 more, as K mostly is, so that rows begin at whole pieces of memory
+    both = x.new_empty(rows, first + up(C, 16), dtype=dtype)
+    both[:, first + C :].zero_()
+    return Stored(form, both, rows, K), Stored(form8, both[:, first : first + C], rows, C)
+
+
+def for_backward(f: "Forms", x: Tensor, w: Tensor, channels: Tensor, save: bool,
+                 dtype: torch.dtype) -> tuple[Stored, Stored, Stored]:
+    """ Where Q4(W^T), Q6(X^T) and X8^T go; without rows unless save. """
+    (T, K), N, C = x.shape, w.shape[0], channels.shape[0]
+    return (empty(f.q4, x, K if save else 0, N, dtype), empty(f.q6, x, K if save else 0, T, dtype),
+            empty(f.x8_t, x, C if save else 0, T, dtype))
+
+
+def up(n: int, multiple: int) -> int:
+    """ n rounded up to a multiple; to itself for 0. """
+    return -(-n // multiple) * multiple if multiple else n
+
+
+# -----------------------------------------------------------------------------
+# what a recipe means to a back end: all that depends on settings alone is made once, since small layers on a
+# fast GPU wait for what Python does between kernels
+
+
+class Forms(NamedTuple):
+    """ Of Q1 to Q6, and of outlier channels; and whether Q6 and Q4 start from the rounded X and W. """
+    q1: Form
+    q2: Form
+    q3: Form
+    q4: Form
+    q5: Form
+    q6: Form
+    x8: Form
+    w8: Form
+    dy8: Form
+    x8_t: Form
+    align_x: bool
+    align_w: bool
+
+
+FORMS: dict[str, Forms] = {}        # back end and recipe as text -> forms: an op takes no other objects
+
+
+def enter(backend: str, r: Recipe) -> str:
+    """ Put the forms of a recipe into FORMS -> their name there. """
+    def form(side: Side, kept: bool) -> Form:
+        """ kept for the backward pass, or not """
+        coded = side.op and (backend == "native" or backend == "packed" and kept and not no_codes(side.op))
+        return Form(side, codes.sign_bit(side.op) + 1 if coded else 0)
+
+    def outlier(on: Operand | None, kept: bool = False) -> Form:
+        return form(Side(r.outlier if on and isinstance(r.outlier, Operand) else None), kept)
+
+    six = [form(side, kept=number in (4, 6)) for number, side in enumerate(sides(r), 1)]
+    name = f"{backend} {r}"
+    FORMS[name] = Forms(*six, outlier(r.y_x), outlier(r.y_w), outlier(r.dw_dy), outlier(r.dw_x, kept=True),
+                        bool(r.align and r.dw_x), bool(r.align and r.dx_w))
+    return name
+
+
+def sides(r: Recipe) -> list[Side]:
+    """ How Q1 to Q6 are rounded: two for each product, which are rotated alike. """
+    return [Side(op, i + 1, r.rotate[i // 2], r.signs[i // 2]) for i, op in enumerate(r.operands)]
+
+
+def problem(r: Recipe) -> str:
+    """ Why no kernel rounds like this recipe, or "". """
+    for number, side in enumerate(sides(r), 1):
+        if why := no_kernel(side):
+            return f"operand Q{number}: {why}"
+    if isinstance(r.outlier, Operand) and (why := no_kernel(Side(r.outlier)) or no_lines(r.outlier)):
+        return f"outlier channels: {why}"
+    if r.outlier and r.align and r.dx_w and (why := no_lines(r.dx_w)):
+        return f"operand Q4: {why}"
     return ""
 
 
 def native_problem(r: Recipe) -> str:
-    """ Why the FP4 tensor cores cannot run this recipe, or "". """
-    if r.trust or rotation(r.y_x, r.y_w):
-        return "the forward pass is rotated or has trust masks"
+    """ Why the FP4 tensor cores of this GPU do not multiply what the recipe rounds, or "". """
+    if torch.cuda.is_available() and not native(torch.device("cuda")):
+        known = ", ".join(f"{major}.{minor}" for major, minor in NATIVE_ARCHS)
+        return f"FP4 tensor cores come with Blackwell, compute capability {known}"
+    if why := problem(r):
+        return why
     for number, op in enumerate(r.operands, 1):
         if op is None or op.grid != "e2m1":
             return f"operand Q{number} is not FP4"
-        if op.scale == "e4m3" and (op.block[1] != 16 or op.outer not in (128, -1)):
+        if op.scale != "e4m3" or op.block[1] != 16 or no_codes(op):
             return f"operand Q{number} has scales that the tensor cores do not read"
-        if op.scale == "ue5m3" or no_codes(op):
-            return f"operand Q{number} has scales that the tensor cores do not read"
-        if op.scale == "e8m0" and op.block != (1, 32):
-            return f"operand Q{number} has other blocks than 1x32 under its power-of-two scales"
-    for gemm, a, b in (("Y", r.y_x, r.y_w), ("dX", r.dx_dy, r.dx_w), ("dW", r.dw_dy, r.dw_x)):
-        if a.scale != b.scale:
-            return f"the operands of {gemm} have scales of two formats"
-    if r.outlier and (not fp8(r) or (r.outlier.grid, r.outlier.scale, r.outlier.block) !=
-                      ("e4m3", "e8m0", (1, 32))):
+    for name, (a, b) in zip(("Y", "dX", "dW"), zip(r.operands[::2], r.operands[1::2])):
+        if a.outer != b.outer:
+            return f"one operand of {name} has more outer scales than the other"
+    mxfp8 = ("e4m3", "e8m0", (1, 32), 0)
+    if r.outlier and (r.outlier == "bf16" or mxfp8 != (r.outlier.grid, r.outlier.scale, r.outlier.block,
+                                                       r.outlier.outer)):
         return "outlier channels are not MXFP8"
-    return emulate_problem(r)
+    return ""
 
 
 # -----------------------------------------------------------------------------
-# native
+# one opaque op for each direction, and the entries of BACKENDS
 
 
-def native_forward(r: Recipe, x: Tensor, weight: Tensor, channels: Tensor, counter: Tensor, layer: int,
-                   save: bool, _backend: str):
-    """ As quant.linear_forward -> y, and one buffer each of codes and scales for dx_w, dw_x, dw_x8. """
-    (T, K), N, C = x.shape, weight.shape[0], channels.numel()
-    x, weight = x.contiguous(), weight.contiguous()
-    keep = keep_of(channels, K) if C else None
-    x_row, w_row, _, w_side, _, x_side = sides_of(r)
-    eight = Side(r.outlier)
-    rooms = saved(r, x, N, C, save, "native")
-    dx_w_out, dw_x_out, dw_x8_out = (out for _, out in rooms)
-    x4, w4 = room(x, T, K, x_row)[1], room(weight, N, K, w_row)[1]
-    round_pair(x, x_row, x_side if save else None, x4, dw_x_out, counter, layer, align=r.align,
-               keep=keep)
-    if save and not r.align:
-        round_pair(weight, None, w_side, None, dx_w_out, counter, layer)
-    aligned = save and r.align
-    back, back_out = (w_side, dx_w_out) if aligned else (None, None)
-    round_pair(weight, w_row, back, w4, back_out, counter, layer, align=r.align, keep=keep)
-    if C:
-        x8, w8 = (room(t, t.shape[0], C, eight)[1] for t in (x, weight))
-        round_pair(x.index_select(1, channels), eight, eight if save else None, x8, dw_x8_out, counter, layer,
-                   align=r.align)
-        round_pair(weight.index_select(1, channels), eight, back, w8, back_out, counter, layer, align=True,
-                   lines=channels if aligned else None)
-    outliers = (operand(x8, r.outlier), operand(w8, r.outlier)) if C else (None, None)
-    y = nvfp4_gemm(operand(x4, r.y_x), operand(w4, r.y_w), *outliers, dtype=x.dtype)
-    return y, *(buffer for buffer, _ in rooms), *(x.new_empty(0, dtype=torch.bool) for _ in range(2))
+def linear(backend: str, x: Tensor, w: Tensor, recipe: Recipe, channels: Tensor, counter: Tensor, layer: int,
+           dtype: torch.dtype, save: bool) -> Tensor:
+    """ quant.Backend.linear of one back end. """
+    return linear_op(x, w, channels, counter, layer, name_of(backend, recipe), save, dtype)[0]
 
 
-def native_backward(r: Recipe, dy: Tensor, dx_w: Tensor, dw_x: Tensor, dw_x8: Tensor, _trust_x: Tensor,
-                    _trust_w: Tensor, channels: Tensor, counter: Tensor, layer: int, need_dx: bool,
-                    need_dw: bool, K: int, _backend: str):
-    """ As quant.linear_backward -> dx, dw. K tells the shape of what the buffers hold. """
-    (T, N), C = dy.shape, channels.numel()
-    row, col = side_of(r, 3) if need_dx else None, side_of(r, 5) if need_dw else None
-    extra = Side(r.outlier) if need_dw and C else None
-    a, at, at8 = room(dy, T, N, row)[1], room(dy, N, T, col)[1], room(dy, N, T, extra)[1]
-    round_pair(dy, row, col, a, at, counter, layer, extra=extra, extra_out=at8)
-    dx, dw = dy.new_empty(0), dy.new_empty(0)
-    if need_dx:
-        w = unpacked(dx_w, K, N, side_of(r, 4))
-        dx = nvfp4_gemm(operand(a, r.dx_dy), operand(w, r.dx_w), dtype=dy.dtype)
-    if need_dw:
-        x = unpacked(dw_x, K, T, side_of(r, 6))
-        dw = nvfp4_gemm(operand(at, r.dw_dy), operand(x, r.dw_x), dtype=dy.dtype)
-        if C:
-            x8 = unpacked(dw_x8, C, T, extra)
-            dw8 = mxfp8_gemm(operand(at8, r.outlier), operand(x8, r.outlier), dtype=dy.dtype)
-            dw.index_copy_(1, channels, dw8)
-    return dx, dw
+@torch.compiler.assume_constant_result
+def name_of(backend: str, r: Recipe) -> str:
+    return _name_of(backend, r)
+
+
+_name_of = cache(enter)
+
+
+@torch.library.custom_op("nvfp4::linear", mutates_args=())
+def linear_op(x: Tensor, w: Tensor, channels: Tensor, counter: Tensor, layer: int, forms: str, save: bool,
+              dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return forward(FORMS[forms], x, w, channels, counter, layer, save, dtype)
+
+
+@linear_op.register_fake
+def _(x, w, channels, counter, layer, forms, save, dtype):
+    stored = for_backward(FORMS[forms], x, w, channels, save, dtype)
+    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype), *(s.memory for s in stored)
+
+
+@torch.library.custom_op("nvfp4::linear_backward", mutates_args=())
+def linear_backward_op(dy: Tensor, q4: Tensor, q6: Tensor, x8_t: Tensor, channels: Tensor, counter: Tensor,
+                       layer: int, forms: str, need_dx: bool, need_dw: bool, K: int) -> tuple[Tensor, Tensor]:
+    return backward(FORMS[forms], dy, q4, q6, x8_t, channels, counter, layer, need_dx, need_dw, K)
+
+
+@linear_backward_op.register_fake
+def _(dy, q4, q6, x8_t, channels, counter, layer, forms, need_dx, need_dw, K):
+    (T, N), none = dy.shape, dy.new_empty(0)
+    return dy.new_empty(T, K) if need_dx else none, dy.new_empty(N, K) if need_dw else none.clone()
+
+
+def _setup_context(ctx, inputs, output):
+    x, w, channels, counter, ctx.layer, ctx.forms, _, _ = inputs
+    ctx.dtypes, ctx.K = (x.dtype, w.dtype), x.shape[1]
+    ctx.save_for_backward(*output[1:], channels, counter)
+
+
+def _backward(ctx, dy, *_):
+    needed = ctx.needs_input_grad[:2]
+    grads = linear_backward_op(dy.contiguous(), *ctx.saved_tensors, ctx.layer, ctx.forms, *needed, ctx.K)
+    return *(g.to(kind) if need else None for g, kind, need in zip(grads, ctx.dtypes, needed)), *[None] * 6
+
+
+linear_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def weight_codes(w: Tensor, op: Operand) -> codes.Quantized:
+    """ codes.quantize(w, op), to nearest, by the kernels. """
+    side = Side(op)
+    if no_kernel(side) or no_codes(op):
+        return codes.quantize(w, op)
+    form, (N, K) = Form(side, codes.sign_bit(op) + 1), w.shape
+    no_noise = torch.zeros(4, dtype=torch.int64, device=w.device)
+    # each in memory of its own: OsciReset keeps the scales, and codes with them would double what that costs
+    parts = [torch.empty(shape, dtype=kind, device=w.device) for shape, kind in zip(form.shapes(N, K), KINDS)]
+    out = form.out(parts)
+    round_pair(w.contiguous(), side, None, out, None, no_noise, 0)
+    code = codes.unpack(out.data, K) if form.bits == 4 else out.data[:, :K]
+    return codes.Quantized(code.contiguous(), out.inner, out.outer, op)
+
+
+BACKENDS["packed"] = Backend(partial(linear, "packed"), problem, weight_codes, track)
+BACKENDS["emulate"] = Backend(partial(linear, "emulate"), problem, weight_codes, track)
+BACKENDS["native"] = Backend(partial(linear, "native"), native_problem, weight_codes, track)
+
+
+def check_native(recipe: Recipe, device: torch.device) -> str:
+    """
+    One linear by the native back end and by the reference on this GPU, before a run trusts it: "", or where
+    they differ. The codes and scales of W have to be equal, bit for bit, and products but for the order of
+    their sums.
+    """
+    T, K, N, C = 256, 384, 320, 38 if recipe.outlier else 0
+    generator, results = torch.Generator(device).manual_seed(0), []
+    x, w, dy = (torch.randn(shape, generator=generator, device=device) for shape in ((T, K), (N, K), (T, N)))
+    if recipe.y_w.rounding == "rtn":
+        ours, right = weight_codes(w, recipe.y_w), codes.quantize(w, recipe.y_w)
+        if not all(torch.equal(a, b) for a, b in zip((ours.code, ours.inner, ours.outer),
+                                                     (right.code, right.inner, right.outer))):
+            return "the rounding kernel differs from the reference on this GPU"
+    for backend in ("reference", "native"):
+        layer = QuantLinear(K, N, bias=False, recipe=recipe, counter=Counter(1, device=device), outliers=C,
+                            backend=backend, device=device)
+        layer.weight.data.copy_(w)
+        layer.set_channels(torch.arange(0, 10 * C, 10, device=device))
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(dy)
+        results.append((y, leaf.grad, layer.weight.grad))
+    for name, right, ours in zip(("Y", "dX", "dW"), *results):
+        error = float((ours - right).norm() / right.norm())
+        # the order of a few hundred float32 sums makes 1e-6 at most, and one wrong code 1e-3
+        if not error < 1e-5:
+            return f"{name} of the native back end is off by {error:.1e} on this GPU"
+    return ""
