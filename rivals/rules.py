@@ -12,6 +12,7 @@ first divided by a power of two, so that no square leaves float32.
 """
 import math
 from functools import partial
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -172,21 +173,34 @@ RULES["quest"] = Rule(quest, scales="powers")
 # around the linear: Quartet's forward pass, 2505.14669
 
 
+# passes that rivals/kernels.py puts here, where there is Triton: on a GPU they take the place of the lines
+# of rotated() and trust_mask(), with the same bits
+PASSES: dict[str, Callable] = {}
+
+
 class Rotate(torch.autograd.Function):
-    """ hadamard(x, signs); the gradient is turned back. """
+    """ x (M, K) rotated by signs (n,), in its own dtype; the gradient is turned back. """
 
     @staticmethod
     def forward(ctx, x: Tensor, signs: Tensor) -> Tensor:
         ctx.save_for_backward(signs)
-        ctx.K, ctx.dtype = x.shape[1], x.dtype
-        return hadamard(x, signs)
+        ctx.K = x.shape[1]
+        return rotated(x, signs, ctx.K + -ctx.K % len(signs), False)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        signs, = ctx.saved_tensors
-        # the Hadamard matrix is its own inverse; the signs come last
-        grad = hadamard(grad, torch.ones_like(signs)).unflatten(-1, (-1, len(signs))) * signs
-        return grad.flatten(-2)[:, : ctx.K].to(ctx.dtype), None
+        return rotated(grad, ctx.saved_tensors[0], ctx.K, True), None
+
+
+def rotated(x: Tensor, signs: Tensor, length: int, back: bool) -> Tensor:
+    """ hadamard(x, signs), or, back, what it was made of -> (M, length), of the dtype of x. """
+    if x.is_cuda and PASSES and len(signs) <= 128:
+        return PASSES["rotated"](x, signs, length, back)
+    if not back:
+        return hadamard(x, signs).to(x.dtype)
+    # the Hadamard matrix is its own inverse; the signs come last
+    y = hadamard(x, torch.ones_like(signs)).unflatten(-1, (-1, len(signs))) * signs
+    return y.flatten(-2)[:, :length].to(x.dtype)
 
 
 def rotate(x: Tensor, w: Tensor, linear, layer: QuantLinear, size: int, signs: str) -> Tensor:
@@ -213,6 +227,8 @@ def trust_mask(x: Tensor, op: Operand) -> Tensor:
     Where op clips nothing of x: bool, shape of x. The mask |x / s| < 6 of Quartet's quantizer.
     differs a value that a scale of zero rounds to zero was not clipped, and is trusted
     """
+    if x.is_cuda and PASSES and op.rule == "quest" and op.block in ((1, 32), (1, 16), (16, 16)):
+        return PASSES["trusted"](x, op.grid, *op.block, op.rule)
     blocks, top = to_blocks(x.detach().float(), op), GRIDS[op.grid].max
     c, inner, outer = RULES[op.rule].f(blocks, op, None)
     beyond = blocks.abs() >= top * (inner * outer)

@@ -1,0 +1,304 @@
+"""
+What the recipes of other papers need beyond rounding.py, put into its open tables, bit for bit that of
+rivals/rules.py.
+
+    KERNELS  17/16, 4/6, eden, max; floor, quest, 3/4
+    TURNS    rotations of 2, 4, 8, 32, 64 and 128 values
+    DRAWS    fixed signs
+    and two passes around the linear: rotated (there and back) and trusted
+
+A rule here gets what rounding.py's own get: strips v, which times factor are the values, and so on.
+"""
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quant import Operand
+from rivals.rules import EDEN_ROOM, FIXED_SIGNS, NORMAL_GAIN, PASSES, QUEST_TOP
+from rounding import (DRAWS, INF_BITS, KERNELS, TINY, TURNS, Kernel, Side, binade, clip, in_pairs, inner_scale,
+                      inverse, load, log2, maximum_of_blocks, nan_unless_finite, nearest, noise_of, outer_scale,
+                      plan, rotate, round_in, sign_words, stochastic, store, times, to_float, to_nearest,
+                      with_sign)
+
+GAIN, TOP_OF_QUEST = tl.constexpr(NORMAL_GAIN), tl.constexpr(QUEST_TOP)
+FIXED = tl.constexpr(FIXED_SIGNS)
+# 4/3 in float32, and what rule 3/4 multiplies its powers of two by when it rounds to nearest
+FOUR_THIRDS = tl.constexpr(torch.tensor(4 / 3).item())
+LONGER = tl.constexpr((torch.tensor(4 / 3) * NORMAL_GAIN).item())
+
+# -----------------------------------------------------------------------------
+# rules for scales with a mantissa
+
+
+@triton.jit
+def four_over_six(v, amax, factor, largest, place, SIDE: tl.constexpr):
+    """ 4/6: the block's maximum at 6 or at 4, whichever has the smaller squared error. """
+    outer = outer_scale(largest, SIDE)
+    six = inner_scale(amax, largest, outer, 6.0, False, SIDE)
+    four = inner_scale(amax, largest, outer, 4.0, False, SIDE)
+    _, inv_unit = _unit(amax)
+    better = (_error(v, four * outer, factor, inv_unit, place, SIDE)
+              < _error(v, six * outer, factor, inv_unit, place, SIDE))
+    inner = tl.where(better, four, six)
+    # rounded a third time: cheaper than to keep both sets of values in registers
+    return round_in(v, inner * outer, factor, place, True, SIDE), inner, outer
+
+
+@triton.jit
+def _error(v, scale, factor, inv_unit, place, SIDE: tl.constexpr):
+    """ The squared error of blocks at this scale, in units of a power of two. """
+    GRID: tl.constexpr = SIDE.grid
+    squares, inv = (), inverse(scale) * factor
+    for i in tl.static_range(16):
+        c = clip(to_nearest(v[i] * inv, GRID), GRID.max)
+        e = v[i] * (inv_unit * factor) - c * (scale * inv_unit)
+        squares = squares + (e * e,)
+    return _sum(squares, SIDE)
+
+
+@triton.jit
+def eden(v, amax, factor, largest, place, SIDE: tl.constexpr):
+    """ eden: values to nearest, and each scale corrected by the projection and rounded stochastically. """
+    GRID: tl.constexpr = SIDE.grid
+    SCALES: tl.constexpr = SIDE.scales
+    at, group = place
+    outer = outer_scale(largest, SIDE)
+    inner = inner_scale(amax, largest, outer, SIDE.top, False, SIDE)
+    inv = inverse(inner * outer) * factor
+    c, squares, products = (), (), ()
+    for i in tl.static_range(16):
+        y = v[i] * inv
+        near = clip(to_nearest(y, GRID), GRID.max)
+        if SIDE.codes:
+            near = with_sign(near, y)
+        c, squares, products = c + (near,), squares + (y * y,), products + (y * near,)
+    norm, projection = _sum(squares, SIDE), _sum(products, SIDE)
+    inner = inner * tl.where(projection > 0, tl.div_rn(norm, projection), 1.0)
+    # a block takes the first noise of its first group; a strip has two groups
+    group -= (tl.arange(0, 8) % (SIDE.columns // 16) * 2)[None, :]
+    noise = noise_of(at, group.to(tl.uint32), SIDE.noise, SCALES)[0]
+    return c, tl.minimum(stochastic(inner, noise, SCALES), SCALES.max), outer
+
+
+@triton.jit
+def one_in_all(v, amax, factor, largest, place, SIDE: tl.constexpr):
+    """ max: no inner scale. """
+    outer = outer_scale(largest, SIDE)
+    return round_in(v, outer, factor, place, True, SIDE), 1.0, outer
+
+
+# -----------------------------------------------------------------------------
+# rules for scales that are powers of two
+
+
+@triton.jit
+def floor(v, amax, factor, largest, place, SIDE: tl.constexpr):
+    """ floor: 2^(floor(log2 max) - floor(log2 grid max)), which may clip. """
+    inner = _floor(amax, SIDE)
+    return round_in(v, inner, factor, place, True, SIDE), inner, 1.0
+
+
+@triton.jit
+def three_quarters(v, amax, factor, largest, place, SIDE: tl.constexpr):
+    """ 3/4: floor / (3/4), which clips nothing. To nearest, values are then longer by NORMAL_GAIN. """
+    inner = _floor(amax, SIDE)
+    c = round_in(v, inner * FOUR_THIRDS, factor, place, True, SIDE)
+    return c, inner, FOUR_THIRDS if SIDE.stochastic else LONGER
+
+
+@triton.jit
+def _floor(amax, SIDE: tl.constexpr):
+    inner = binade(tl.where(amax < TINY, 0.0, amax), 0.0) * 2.0 ** -log2(SIDE.grid.max)
+    return nan_unless_finite(amax, inner)
+
+
+@triton.jit
+def quest(v, amax, factor, largest, place, SIDE: tl.constexpr):
+    """ quest: 2^floor(log2(QUEST_TOP / grid max * root mean square)), which clips. """
+    unit, inv_unit = _unit(amax)
+    squares = ()
+    for i in tl.static_range(16):
+        near_1 = v[i] * (inv_unit * factor)
+        squares = squares + (near_1 * near_1,)
+    rms = tl.sqrt_rn(_sum(squares, SIDE) * (1.0 / (SIDE.rows * SIDE.columns)))
+    inner = binade(rms * (TOP_OF_QUEST / SIDE.grid.max), 0.0) * unit
+    inner = nan_unless_finite(amax, tl.where(amax < TINY, 0.0, inner))
+    return round_in(v, inner, factor, place, True, SIDE), inner, 1.0
+
+
+@triton.jit
+def _unit(amax):
+    """ A power of two not far below the maxima, and its inverse: in such units no square leaves float32. """
+    bits = tl.minimum(tl.maximum(amax, TINY).to(tl.int32, bitcast=True) & INF_BITS, 253 << 23)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum(x, SIDE: tl.constexpr):
+    """ tree_sum, in each strip that of its block: neighbours first, strips before rows. """
+    for _ in tl.static_range(4):
+        pairs = ()
+        for i in tl.static_range(len(x) // 2):
+            pairs = pairs + (x[2 * i] + x[2 * i + 1],)
+        x = pairs
+    s = x[0]
+    R: tl.constexpr = s.shape[0]
+    for level in tl.static_range(log2(SIDE.columns // 16)):
+        strips = tl.reshape(s, [R, 8 >> (level + 1), 2, 1 << level])
+        s = tl.reshape(tl.broadcast_to(tl.sum(strips, axis=2, keep_dims=True), strips.shape), [R, 8])
+    for level in tl.static_range(log2(SIDE.rows)):
+        rows = tl.reshape(s, [R >> (level + 1), 2, 1 << level, 8])
+        s = tl.reshape(tl.broadcast_to(tl.sum(rows, axis=1, keep_dims=True), rows.shape), [R, 8])
+    return s
+
+
+KERNELS["17/16"] = Kernel(nearest, top=16 / 17)
+KERNELS["4/6"] = Kernel(four_over_six, reach=256.0, rounds=("rtn",), warps=16)
+KERNELS["eden"] = Kernel(eden, top=EDEN_ROOM, reach=256.0, squares=False)
+KERNELS["max"] = Kernel(one_in_all, reach=1.0, inner=False, codes=False)
+KERNELS["floor"] = Kernel(floor)
+KERNELS["3/4"] = Kernel(three_quarters, codes=False)
+KERNELS["quest"] = Kernel(quest)
+
+# -----------------------------------------------------------------------------
+# rotations of other sizes, and signs
+
+
+@triton.jit
+def turn(v, words, N: tl.constexpr):
+    """ Every N neighbours, perhaps of several strips: times their signs, and the Hadamard matrix. """
+    # the first sign of each strip is bit `place % 32` of one of the words
+    place = (tl.arange(0, 8) * 16 % N)[None, :]
+    word = tl.full([1, 8], 0, tl.int32) + words[0]
+    for i in tl.static_range(1, 4):
+        word = tl.where(place // 32 == i, words[i], word)
+    word, out = word >> (place % 32), ()
+    for i in tl.static_range(16):
+        flip = (word << (31 - i % N)) & -2147483648
+        out = out + ((v[i].to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True),)
+    return hadamard(out, N)
+
+
+@triton.jit
+def hadamard(v, N: tl.constexpr):
+    """ quant.hadamard without signs -> values, and its factor, where that is a power of two. """
+    if N < 16:
+        out = ()
+        for first in tl.static_range(0, 16, N):
+            x = ()
+            for i in tl.static_range(N):
+                x = x + (v[first + i],)
+            for _ in tl.static_range(log2(N)):
+                low, high = (), ()
+                for j in tl.static_range(N // 2):
+                    low, high = low + (x[2 * j] + x[2 * j + 1],), high + (x[2 * j] - x[2 * j + 1],)
+                x = low + high
+            out = out + x
+        v = out
+    else:
+        v, _ = rotate(v, (tl.full((), 0, tl.int32),), 16)
+        for level in tl.static_range(log2(N // 16)):
+            v = _across(v, level)
+    factor = N**-0.5
+    if log2(N) % 2 == 1:
+        v = times(v, factor)
+        factor = 1.0
+    return v, factor
+
+
+@triton.jit
+def _across(v, level: tl.constexpr):
+    """ A step of the Hadamard matrix between strips: each adds or subtracts what its partner has. """
+    strip, out = tl.arange(0, 8)[None, :], ()
+    partner = tl.broadcast_to(strip ^ (1 << level), v[0].shape)
+    sign = (1 - 2 * (strip >> level & 1)).to(tl.float32)
+    for i in tl.static_range(16):
+        out = out + (tl.fma(v[i], sign, tl.gather(v[i], partner, 1)),)
+    return out
+
+
+@triton.jit
+def fixed(at, STREAM: tl.constexpr):
+    """ Signs of the whole run: of the address they look at the seed alone. """
+    zero = tl.zeros([1], tl.uint32)
+    return sign_words(at[0], zero, zero, zero + FIXED)
+
+
+for size in (2, 4, 8, 32, 64, 128):
+    TURNS[size] = turn
+DRAWS["fixed"] = fixed
+
+# -----------------------------------------------------------------------------
+# around the linear: Quartet's forward pass. Each is one op that torch.compile does not look into
+
+
+@triton.jit
+def _rotated_kernel(x_ptr, signs_ptr, out_ptr, M, K, length, N: tl.constexpr, BACK: tl.constexpr):
+    line, left = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1) * 128
+    v, signs = to_float(load(x_ptr, line, left, M, K, None)), ()
+    for i in tl.static_range(16):
+        signs = signs + (tl.load(signs_ptr + (tl.arange(0, 8) * 16 + i) % N)[None, :],)
+    v = v if BACK else _each(v, signs)
+    v, factor = hadamard(v, N)
+    v = times(v, factor)
+    # the Hadamard matrix is its own inverse; on the way back the signs come last
+    store(out_ptr, _each(v, signs) if BACK else v, line, left, M, length, length)
+
+
+@triton.jit
+def _each(v, factors):
+    out = ()
+    for i in tl.static_range(16):
+        out = out + (v[i] * factors[i],)
+    return out
+
+
+@torch.library.custom_op("rivals::rotated", mutates_args=())
+def rotated(x: Tensor, signs: Tensor, length: int, back: bool) -> Tensor:
+    """ rules.rotated, in one pass. """
+    x, (M, K), n = x.contiguous(), x.shape, len(signs)
+    out = x.new_empty(M, length)
+    if M and K:
+        _rotated_kernel[(triton.cdiv(M, 64), triton.cdiv(length, 128))](
+            x, signs, in_pairs(out), M, K, length, N=n, BACK=back, num_warps=4, enable_fp_fusion=False)
+    return out
+
+
+@rotated.register_fake
+def _(x, signs, length, back):
+    return x.new_empty(x.shape[0], length)
+
+
+@triton.jit
+def _trusted_kernel(x_ptr, out_ptr, M, K, SIDE: tl.constexpr):
+    line, left = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1) * 128
+    v = to_float(load(x_ptr, line, left, M, K, None))
+    amax = maximum_of_blocks(v, 1.0, SIDE)
+    RULE: tl.constexpr = SIDE.rule
+    c, inner, outer = RULE(v, amax, 1.0, amax, (0, 0), SIDE)
+    top, out = SIDE.grid.max * (inner * outer), ()
+    for i in tl.static_range(16):
+        clipped = (tl.abs(c[i]) >= SIDE.grid.max) & (tl.abs(v[i]) >= top)
+        out = out + (clipped == 0,)
+    store(out_ptr, out, line, left, M, K, K)
+
+
+@torch.library.custom_op("rivals::trusted", mutates_args=())
+def trusted(x: Tensor, grid: str, rows: int, columns: int, rule: str) -> Tensor:
+    """ rules.trust_mask of x (M, K), under scales that are powers of two. """
+    (M, K), side = x.shape, Side(Operand(grid, (rows, columns), "e8m0", 0, rule))
+    out = torch.empty(M, K, dtype=torch.bool, device=x.device)
+    if M and K:
+        _trusted_kernel[(triton.cdiv(M, 64), triton.cdiv(K, 128))](
+            x.contiguous(), out.view(torch.uint8), M, K, SIDE=plan(side, False), num_warps=4,
+            enable_fp_fusion=False)
+    return out
+
+
+@trusted.register_fake
+def _(x, grid, rows, columns, rule):
+    return torch.empty_like(x, dtype=torch.bool)
+
+
+PASSES |= {"rotated": rotated, "trusted": trusted}
