@@ -74,7 +74,22 @@ COPY = 2**31        # bytes of the large copy, read plus written
 
 
 def bench_kernels(args: argparse.Namespace, device: torch.device):
-    clock, gpu = clock_of(device), device.type == "cuda"
+    clock = clock_of(device)
+    bench_passes(args, device, clock)
+    print()
+    size, first = 8192 if device.type == "cuda" else 128, None
+    table = Table("product".ljust(32), "shape".ljust(14), "TFLOP/s", "% of bf16", "ms".ljust(24), "n")
+    for name, (call, a, b) in products(size, device):
+        check_product(name, call(), a, b)
+        t = measure(call, clock, args.n)
+        first = first or t.median
+        table.row(name, "x".join([str(size)] * 3), f"{2 * size**3 / t.median / 1e9:.1f}",
+                  f"{100 * first / t.median:.1f}", t, t.n)
+
+
+def bench_passes(args: argparse.Namespace, device: torch.device, clock):
+    """ X, W and dY at each shape, rounded along both axes. """
+    gpu = device.type == "cuda"
     copy = cache(partial(time_copy, device, clock, args.n))
     most = COPY if gpu else 2**20
     large = most / copy(most).median
@@ -83,10 +98,9 @@ def bench_kernels(args: argparse.Namespace, device: torch.device):
     table = Table("rounding pass".ljust(40), "shape".ljust(11), "GB/s", "% of copy", "% of one as large",
                   "ms".ljust(24), "n")
     for name in args.recipes:
-        for shape, (T, K, N) in (KERNEL_SHAPES if gpu else {"small": (256, 128, 384)}).items():
+        for shape, (T, K, N) in (KERNEL_SHAPES if gpu else {"small": (128, 128, 128)}).items():
             for what, row, col in PASSES:
-                x = random(N if what == "W" else T, N if what == "dY" else K, device,
-                           torch.float32 if what == "W" else None)
+                x = random(N if what == "W" else T, N if what == "dY" else K, device, read_as(row, device))
                 one_pass, by = rounding_pass(RECIPES[name], row, col)
                 if one_pass is None:
                     continue
@@ -97,16 +111,6 @@ def bench_kernels(args: argparse.Namespace, device: torch.device):
                 table.row(f"{shape}: {name}, {what}, {by}", f"{x.shape[0]}x{x.shape[1]}",
                           f"{moved / t.median / 1e6:.0f}", f"{100 * moved / t.median / large:.1f}",
                           f"{100 * alike.median / t.median:.1f}", t, t.n)
-    print()
-    size, first = 8192 if gpu else 128, None
-    table = Table("product".ljust(32), "shape".ljust(14), "TFLOP/s", "% of bf16",
-                  "ms".ljust(24), "n")
-    for name, (call, a, b) in products(size, device):
-        check_product(name, call(), a, b)
-        t = measure(call, clock, args.n)
-        first = first or t.median
-        table.row(name, "x".join([str(size)] * 3), f"{2 * size**3 / t.median / 1e9:.1f}",
-                  f"{100 * first / t.median:.1f}", t, t.n)
 
 
 def rounding_pass(r: Recipe, row: int, col: int) -> tuple[Callable | None, str]:
@@ -135,6 +139,11 @@ def rounding_pass(r: Recipe, row: int, col: int) -> tuple[Callable | None, str]:
     return f, "kernel"
 
 
+def read_as(row: int, device: torch.device) -> torch.dtype:
+    """ The dtype of the matrix that Q<row> rounds: Q2 has the float32 master weight. """
+    return torch.float32 if row == 2 else stored(device)
+
+
 def aligned(r: Recipe, row: int) -> bool:
     """ Whether Q6 and Q4 start from what Q1 and Q2 have rounded, and not from X and W. """
     return r.align and row < 3 and r.operands[row - 1] is not None
@@ -154,9 +163,9 @@ def counter_on(device: torch.device) -> Tensor:
     return Counter(1, device=device).state
 
 
-def check_rounding(name: str, row: int, col: int, device: torch.device, M: int = 256, K: int = 384):
+def check_rounding(name: str, row: int, col: int, device: torch.device, M: int = 128, K: int = 256):
     """ All values of one small matrix, bit for bit, against the reference. """
-    r, x = RECIPES[name], random(M, K, device)
+    r, x = RECIPES[name], random(M, K, device, read_as(row, device))
     got = rounding_pass(r, row, col)[0](x)
     for number, here, there in zip((row, col), got, by_reference(r, row, col, x)):
         check(here is None or torch.equal(here, there), f"{name}: Q{number} differs from the reference")
@@ -187,7 +196,7 @@ def coded(q: Quantized) -> tuple:
 
 def check_product(name: str, got: Tensor, a: Tensor, b: Tensor):
     """ Against float64, of the first 256 rows. """
-    exact = a[:256].double() @ b.double().t()
+    exact = a[:256].float().double() @ b.float().double().t()
     error = float((got[:256].double() - exact).norm() / exact.norm())
     # the result is rounded to bf16, and a float32 sum of `size` products is far more exact than that
     check(error < 2.0**-8, f"{name} is off by {error:.1e} of the exact product of its operands")
@@ -573,7 +582,7 @@ def read_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq_len", type=int, help="of step (1024)")
     parser.add_argument("--eager", action="store_true", help="do not compile the model of step")
     parser.add_argument("--n", type=int, default=20, help="times that each is measured (20)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     return parser.parse_args(argv)
 
 
