@@ -47,8 +47,6 @@ from train import one_step
 
 HERE = Path(__file__).resolve().parent
 WARMUP = 3          # calls or steps before the first that counts
-FEWEST = 5          # calls that count, at least
-PATIENCE = 10_000   # milliseconds that all calls of one row may take, if FEWEST take less
 FLUSHES = 20        # at most, before a call: see measure()
 
 
@@ -62,7 +60,7 @@ def check(holds: bool, message: str):
 
 
 # -----------------------------------------------------------------------------
-# 1  python bench.py kernels
+# python bench.py kernels
 
 # (T, K, N) of a linear in each of these models, qkv of attention and the way down of the MLP
 KERNEL_SHAPES = {"70m qkv": (32768, 512, 1536), "70m down": (32768, 1024, 512),
@@ -203,7 +201,7 @@ def check_product(name: str, got: Tensor, a: Tensor, b: Tensor):
 
 
 # -----------------------------------------------------------------------------
-# 2  python bench.py linear
+# python bench.py linear
 
 
 def bench_linear(args: argparse.Namespace, device: torch.device):
@@ -300,7 +298,7 @@ def time_linear(layer: QuantLinear, T: int, clock, n: int) -> tuple["Timing", "T
 
 
 # -----------------------------------------------------------------------------
-# 3  python bench.py step
+# python bench.py step
 
 SIZES = {
     "nano": [],                                        # config.py's defaults
@@ -485,8 +483,7 @@ def clock_of(device: torch.device) -> CpuClock:
 
 def measure(call: Callable, clock, n: int, prepare: Callable | None = None) -> Timing:
     """
-    Time call(), or call(prepare()) with prepare not timed, from a cold cache: n times after WARMUP others,
-    but fewer, down to FEWEST, where that would take longer than PATIENCE.
+    Time call(), or call(prepare()) with prepare not timed, from a cold cache: n times after WARMUP others.
 
     Timed is the device's work, as if from a CUDA graph: the cache is flushed for longer than the host took to
     launch the same in the warm-up, so that no kernel waits for its launch. What waits for the host even so,
@@ -500,10 +497,9 @@ def measure(call: Callable, clock, n: int, prepare: Callable | None = None) -> T
         start, host = clock.mark(), clock.host()
         call(*made)
         return (start, clock.mark()), (first, start), clock.host() - host
-    timed, flushed, launches = zip(*(once(1) for _ in range(WARMUP)))
-    warm, flush = clock.between(timed)[-1], min(clock.between(flushed))
-    flushes = 1 + min(math.ceil(min(launches) / max(flush, 1e-6)), FLUSHES)
-    n = min(n, max(FEWEST, int(PATIENCE / max(warm, 1e-6))))
+    _, flushed, launches = zip(*(once(1) for _ in range(WARMUP)))
+    flush = max(min(clock.between(flushed)), 1e-6)
+    flushes = 1 + min(math.ceil(min(launches) / flush), FLUSHES)
     return Timing.of(clock.between([once(flushes)[0] for _ in range(n)]))
 
 

@@ -80,13 +80,6 @@ def test_the_host_launches_beforehand(ms, flushes):
     assert clock.flushes == bench.WARMUP + 5 * flushes
 
 
-def test_slow_calls_are_measured_less_often():
-    """ Catches: half an hour for one row of the table, and a row from a single call. """
-    for ms, n in ((1.0, 20), (1000.0, 10), (60_000.0, bench.FEWEST)):
-        clock = FakeClock()
-        assert measure(lambda: clock.tick(ms), clock, 20).n == n
-
-
 def test_forward_and_backward_are_timed_apart():
     """ Catches: backward timed with its forward, gradients that pile up from call to call. """
     layer, clock, seen = bench.layer_of("tetrajet_full", "reference", 64, 48, CPU), FakeClock(), []
