@@ -27,7 +27,6 @@ are dealt out.
 """
 import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -46,19 +45,19 @@ from osci import dealt, whole
 
 # Rank 0 saves and starts up while the others wait for it: long enough for a slow disk and a compiler
 TIMEOUT = timedelta(minutes=10)
-# torchrun ends all ranks as soon as it sees one that has failed. So those that fail for the reason that
-# another one tells wait for so many seconds before they speak, and most of them never do
+# torchrun ends all ranks as soon as it sees one that has failed. Where another rank tells what went wrong, a
+# rank waits so many seconds to be ended, before it says what it knows itself
 GRACE = 10
-# What all ranks find at the same moment
+# Errors that all ranks meet at the same moment, so that one of them is enough to tell
 SHARED = (ConfigError, FloatingPointError, KeyboardInterrupt)
 
 
 def start(cfg: Config, device: torch.device) -> "Ranks":
     """ Meet the other ranks. ConfigError, on all of them, if the run cannot be shared. """
     no_other_launcher()
-    if world() == 1:
+    if world_size() == 1:
         return ALONE
-    check_shares(cfg, world())
+    check_shares(cfg, world_size())
     need(device.type in ("cpu", "cuda"),
          f"device = {device.type!r} trains alone: type --device=cpu, or leave torchrun out")
     version = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -70,7 +69,7 @@ def start(cfg: Config, device: torch.device) -> "Ranks":
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=own)
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    return Ranks(int(os.environ["RANK"]), world(), cfg.parallel, device)
+    return Ranks(int(os.environ["RANK"]), world_size(), cfg.parallel, device)
 
 
 def take_gpu():
@@ -88,14 +87,14 @@ def launched() -> bool:
     return all(name in os.environ for name in names.split())
 
 
-def world() -> int:
+def world_size() -> int:
     """ How many ranks there are. """
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def no_other_launcher():
     """ ConfigError if mpirun, say, and not torchrun has started several processes: each would train all. """
-    # of a Slurm job the step's number, since a script of sbatch is one process of a job with more tasks
+    # of Slurm's variables the one that srun sets: a script of sbatch is one process, whatever its job has
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         size = os.environ.get(name) or "1"
         need(size == "1" or launched(),
@@ -218,8 +217,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
 
 
 def like(t, weight: Tensor):
-    """ t itself, but of a whole tensor of a weight's shape the rows that FSDP has dealt out to this rank. """
-    if not isinstance(t, Tensor) or t.shape != weight.shape or hasattr(t, "full_tensor"):
+    """ t itself; but of a tensor of the weight's shape, such as Adam's moments, the rows that FSDP deals out. """
+    if not isinstance(t, Tensor) or t.shape != weight.shape:
         return t
     return dealt(t.to(weight.device), weight)
 
@@ -251,18 +250,21 @@ def finish():
 
 def fail(error: BaseException, line: str, code: int) -> int:
     """
-    Say in a line why the run ends -> the exit code. Of several ranks one whose error all have tells it, and
-    any rank ends here and at once: an orderly end would wait for what the ranks are doing together, and they
-    for this one. An error that nobody foresaw has no line, and is told by its traceback.
+    Say why the run ends -> the exit code. A rank ends in here, and at once: an orderly end would wait for
+    what the ranks are doing together, and the others would wait for this one.
+
+    error   what ended the run
+    line    what to say of it; "" for an error that nobody foresaw, which a traceback tells
+
+    An error that all ranks have is told by the first one of each machine, another by the rank that met it.
     """
     if not launched():
         print(f"error: {line}", file=sys.stderr)
         return code
     shared = isinstance(error, SHARED) or not dist.is_initialized()
     if lost(error):
-        line = f"another rank has gone, see what it says ({str(error)[:100]!r})"
+        line = f"another rank has gone, see what it says, or cannot be reached ({str(error)[:300]!r})"
     if lost(error) or shared and os.environ["LOCAL_RANK"] != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)
     who = "" if shared else f"rank {os.environ['RANK']}: "
     print(f"{who}error: {line}" if line else traceback.format_exc(), file=sys.stderr, flush=True)
@@ -272,6 +274,6 @@ def fail(error: BaseException, line: str, code: int) -> int:
 
 def lost(error: BaseException) -> bool:
     """ Whether this is what a rank sees when another has gone. """
-    known = isinstance(error, dist.DistError) if dist.is_available() else False
     words = ("gloo", "Gloo", "NCCL", "Connection closed by peer")
-    return known or isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return isinstance(error, dist.DistError) or \
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
