@@ -217,7 +217,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
 
 
 def like(t, weight: Tensor):
-    """ t itself; but of a tensor of the weight's shape, such as Adam's moments, the rows that FSDP deals out. """
+    """ t; but of a tensor of the weight's shape, such as Adam's moments, the rows that this rank has. """
     if not isinstance(t, Tensor) or t.shape != weight.shape:
         return t
     return dealt(t.to(weight.device), weight)

@@ -28,6 +28,7 @@ from config import ConfigError, parse
 from test_train import FULL, assert_same, last_state, learned, rows, tiny
 from test_train import shards    # noqa: F401, a fixture
 
+fcntl = pytest.importorskip("fcntl", reason="processes that fork, and signals")
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 
@@ -46,7 +47,7 @@ ACTS = {"qema": ["--osci_start=0.1", "--osci_decay=0.5", "--steps=14"], "dampen"
 EARLY = ["--outlier_start=0.1", "--outlier_window=0.1"]
 
 
-FORKS = multiprocessing.get_context("forkserver" if sys.platform != "win32" else "spawn")
+FORKS = multiprocessing.get_context("forkserver")
 multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp",
                                         "torch.distributed.tensor"])
 
@@ -141,12 +142,30 @@ def gradients(argv: list[str]) -> list:
 
 @pytest.fixture(scope="module")
 def done(shards, tmp_path_factory):    # noqa: F811
-    """ done.out: the runs' folder; done(name, world): what each rank found. Starts 2 + 4 processes, once. """
-    out = tmp_path_factory.mktemp("ranks")
+    """
+    done.out: the runs' folder; done(name, world): what each rank found. Starts 2 + 4 processes, once: of
+    several pytests that share the tests, one does it, and the others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
+    out.mkdir(exist_ok=True)
 
     def flags(name, *more):
         return tiny(shards, f"--out={out}", f"--name={name}", *more)
 
+    def found(name: str, world: int) -> list:
+        return [torch.load(out / f"{name}-{world}-{rank}.pt") for rank in range(world)]
+    found.out, found.flags = out, flags
+    with open(out / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (out / "all").exists():
+            do_all(out, flags)
+            (out / "all").touch()
+    return found
+
+
+def do_all(out: Path, flags):
+    """ All runs; flags(name, *more) is the command line of one. """
     # alone: what the others are compared with
     for name, more in (("bf16-1", BF16), ("nearest-1", NEAREST)):
         assert train.main(flags(name, *more)) == 0
@@ -170,11 +189,6 @@ def done(shards, tmp_path_factory):    # noqa: F811
                 ("gradient", gradients, flags("none", "--recipe=tetrajet_base"))]
     for world, todo in jobs.items():
         end(start(world, out, todo), out, [0] * world)
-
-    def found(name: str, world: int) -> list:
-        return [torch.load(out / f"{name}-{world}-{rank}.pt") for rank in range(world)]
-    found.out, found.flags = out, flags
-    return found
 
 
 # -----------------------------------------------------------------------------
@@ -373,7 +387,6 @@ def on_a_machine_of_its_own(argv: list[str]) -> int:
     return train.main(argv[1:])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_two_machines(shards, tmp_path):    # noqa: F811
     """
     Catches: a second machine that writes files; ranks that stop at different steps, or one that goes on, when
