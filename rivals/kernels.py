@@ -230,20 +230,48 @@ for size in (2, 4, 8, 32, 64, 128):
 DRAWS["fixed"] = fixed
 
 # -----------------------------------------------------------------------------
-# around the linear: Quartet's forward pass. Each is one op that torch.compile does not look into
+# around the linear: Quartet's forward pass, and its way back. Each is one op that torch.compile does not look
+# into
 
 
 @triton.jit
-def _rotated_kernel(x_ptr, signs_ptr, out_ptr, M, K, length, N: tl.constexpr, BACK: tl.constexpr):
+def _there_kernel(x_ptr, signs_ptr, out_ptr, mask_ptr, M, K, length, N: tl.constexpr, SIDE: tl.constexpr):
+    """ Rotates the tile of 64 x 128 values from row 64 i and column 128 j on; SIDE says what clips it. """
     line, left = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1) * 128
-    v, signs = to_float(load(x_ptr, line, left, M, K, None)), ()
-    for i in tl.static_range(16):
-        signs = signs + (tl.load(signs_ptr + (tl.arange(0, 8) * 16 + i) % N)[None, :],)
-    v = v if BACK else _each(v, signs)
-    v, factor = hadamard(v, N)
+    v, factor = hadamard(_each(to_float(load(x_ptr, line, left, M, K, None)), _signs(signs_ptr, N)), N)
     v = times(v, factor)
-    # the Hadamard matrix is its own inverse; on the way back the signs come last
-    store(out_ptr, _each(v, signs) if BACK else v, line, left, M, length, length)
+    store(out_ptr, v, line, left, M, length, length)
+    if SIDE is not None:
+        top, kept, mask = SIDE.grid.max, (), ()
+        for i in tl.static_range(16):
+            kept = kept + (v[i].to(x_ptr.dtype.element_ty).to(tl.float32),)
+        amax = maximum_of_blocks(kept, 1.0, SIDE)
+        RULE: tl.constexpr = SIDE.rule
+        c, inner, outer = RULE(kept, amax, 1.0, amax, (0, 0), SIDE)
+        for i in tl.static_range(16):
+            clipped = (tl.abs(c[i]) >= top) & (tl.abs(kept[i]) >= top * (inner * outer))
+            mask = mask + (clipped == 0,)
+        store(mask_ptr, mask, line, left, M, length, length)
+
+
+@triton.jit
+def _back_kernel(grad_ptr, mask_ptr, signs_ptr, out_ptr, M, K, length, N: tl.constexpr):
+    """ The same tile of a gradient (M, length), trusted and turned back, to (M, K). """
+    line, left = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1) * 128
+    v = to_float(load(grad_ptr, line, left, M, length, None))
+    if mask_ptr is not None:
+        v = _each(v, to_float(load(mask_ptr, line, left, M, length, None)))
+    v, factor = hadamard(v, N)
+    store(out_ptr, _each(times(v, factor), _signs(signs_ptr, N)), line, left, M, K, K)
+
+
+@triton.jit
+def _signs(ptr, N: tl.constexpr):
+    """ The signs of 8 strips, 16 tensors [1, 8]. """
+    signs = ()
+    for i in tl.static_range(16):
+        signs = signs + (tl.load(ptr + (tl.arange(0, 8) * 16 + i) % N)[None, :],)
+    return signs
 
 
 @triton.jit
@@ -254,51 +282,47 @@ def _each(v, factors):
     return out
 
 
-@torch.library.custom_op("rivals::rotated", mutates_args=())
-def rotated(x: Tensor, signs: Tensor, length: int, back: bool) -> Tensor:
-    """ rules.rotated, in one pass. """
-    x, (M, K), n = x.contiguous(), x.shape, len(signs)
-    out = x.new_empty(M, length)
+def there(x: Tensor, signs: Tensor, op: Operand | None) -> tuple[Tensor, Tensor]:
+    """ rules.turn_there, in one pass. """
+    return _there(x, signs, *((op.grid, *op.block, op.rule) if op else ("", 0, 0, "")))
+
+
+@torch.library.custom_op("rivals::there", mutates_args=())
+def _there(x: Tensor, signs: Tensor, grid: str, rows: int, columns: int, rule: str) -> tuple[Tensor, Tensor]:
+    x, (M, K) = x.contiguous(), x.shape
+    out, mask = _places(x, signs, rule)
     if M and K:
-        _rotated_kernel[(triton.cdiv(M, 64), triton.cdiv(length, 128))](
-            x, signs, in_pairs(out), M, K, length, N=n, BACK=back, num_warps=4, enable_fp_fusion=False)
+        side = plan(Side(Operand(grid, (rows, columns), "e8m0", 0, rule)), False) if rule else None
+        _there_kernel[(triton.cdiv(M, 64), triton.cdiv(out.shape[1], 128))](
+            x, signs, in_pairs(out), mask.view(torch.uint8), M, K, out.shape[1], N=len(signs), SIDE=side,
+            num_warps=4, enable_fp_fusion=False)
+    return out, mask
+
+
+@_there.register_fake
+def _(x, signs, grid, rows, columns, rule):
+    return _places(x, signs, rule)
+
+
+def _places(x: Tensor, signs: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    out = x.new_empty(x.shape[0], x.shape[1] + -x.shape[1] % len(signs))
+    return out, out.new_empty(out.shape if rule else 0, dtype=torch.bool)
+
+
+@torch.library.custom_op("rivals::back", mutates_args=())
+def back(grad: Tensor, mask: Tensor, signs: Tensor, K: int) -> Tensor:
+    """ rules.turn_back, in one pass. """
+    grad, (M, length), out = grad.contiguous(), grad.shape, grad.new_empty(grad.shape[0], K)
+    if M and K:
+        _back_kernel[(triton.cdiv(M, 64), triton.cdiv(length, 128))](
+            grad, mask.view(torch.uint8) if mask.numel() else None, signs, in_pairs(out), M, K, length,
+            N=len(signs), num_warps=4, enable_fp_fusion=False)
     return out
 
 
-@rotated.register_fake
-def _(x, signs, length, back):
-    return x.new_empty(x.shape[0], length)
+@back.register_fake
+def _(grad, mask, signs, K):
+    return grad.new_empty(grad.shape[0], K)
 
 
-@triton.jit
-def _trusted_kernel(x_ptr, out_ptr, M, K, SIDE: tl.constexpr):
-    line, left = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1) * 128
-    v = to_float(load(x_ptr, line, left, M, K, None))
-    amax = maximum_of_blocks(v, 1.0, SIDE)
-    RULE: tl.constexpr = SIDE.rule
-    c, inner, outer = RULE(v, amax, 1.0, amax, (0, 0), SIDE)
-    top, out = SIDE.grid.max * (inner * outer), ()
-    for i in tl.static_range(16):
-        clipped = (tl.abs(c[i]) >= SIDE.grid.max) & (tl.abs(v[i]) >= top)
-        out = out + (clipped == 0,)
-    store(out_ptr, out, line, left, M, K, K)
-
-
-@torch.library.custom_op("rivals::trusted", mutates_args=())
-def trusted(x: Tensor, grid: str, rows: int, columns: int, rule: str) -> Tensor:
-    """ rules.trust_mask of x (M, K), under scales that are powers of two. """
-    (M, K), side = x.shape, Side(Operand(grid, (rows, columns), "e8m0", 0, rule))
-    out = torch.empty(M, K, dtype=torch.bool, device=x.device)
-    if M and K:
-        _trusted_kernel[(triton.cdiv(M, 64), triton.cdiv(K, 128))](
-            x.contiguous(), out.view(torch.uint8), M, K, SIDE=plan(side, False), num_warps=4,
-            enable_fp_fusion=False)
-    return out
-
-
-@trusted.register_fake
-def _(x, grid, rows, columns, rule):
-    return torch.empty_like(x, dtype=torch.bool)
-
-
-PASSES |= {"rotated": rotated, "trusted": trusted}
+PASSES |= {"there": there, "back": back}

@@ -173,53 +173,62 @@ RULES["quest"] = Rule(quest, scales="powers")
 # around the linear: Quartet's forward pass, 2505.14669
 
 
-# passes that rivals/kernels.py puts here, where there is Triton: on a GPU they take the place of the lines
-# of rotated() and trust_mask(), with the same bits
+def rotate(x: Tensor, w: Tensor, linear, layer: QuantLinear, size: int, signs: str) -> Tensor:
+    """
+    X and W rotated along K, so that Q4 and Q6 may start from what was rounded in between. Where "trust" follows
+    it is seen to here, so that on a GPU the two are one pass.
+    """
+    r, turn = layer.recipe, SIGNS[signs](size, layer.counter.state, layer.layer, 0)
+    ops = (r.y_x, r.y_w) if "trust" in r.around else (None, None)
+    return linear(turned(x, turn, ops[0]), turned(w, turn, ops[1]))
+
+
+def trust(x: Tensor, w: Tensor, linear, layer: QuantLinear) -> Tensor:
+    """ What the forward pass clips of X or W gets no gradient: a straight-through clip. """
+    r = layer.recipe
+    if any(name.startswith("rotate") for name in r.around):
+        return linear(x, w)
+    none = torch.ones(1, device=x.device)       # the rotation of single values
+    return linear(turned(x, none, r.y_x), turned(w, none, r.y_w))
+
+
+def turned(x: Tensor, signs: Tensor, op: Operand | None) -> Tensor:
+    """ x rotated by signs, with the gradient of Turned. """
+    known = op is None or op.rule == "quest" and op.block in ((1, 16), (1, 32), (16, 16))
+    there = PASSES["there"] if x.is_cuda and PASSES and len(signs) <= 128 and known else turn_there
+    y, mask = there(x.detach(), signs, op if torch.is_grad_enabled() else None)
+    return Turned.apply(x, y, mask, signs)
+
+
+class Turned(torch.autograd.Function):
+    """ x (M, K), which is y when it is rotated. The gradient is zero where mask is false, and turned back. """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor, mask: Tensor, signs: Tensor) -> Tensor:
+        ctx.save_for_backward(mask, signs)
+        ctx.K = x.shape[1]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        fast = grad.is_cuda and PASSES and len(ctx.saved_tensors[1]) <= 128
+        return (PASSES["back"] if fast else turn_back)(grad, *ctx.saved_tensors, ctx.K), None, None, None
+
+
+# turn_there and turn_back in one pass each, with the same bits: rivals/kernels.py puts them here
 PASSES: dict[str, Callable] = {}
 
 
-class Rotate(torch.autograd.Function):
-    """ x (M, K) rotated by signs (n,), in its own dtype; the gradient is turned back. """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, signs: Tensor) -> Tensor:
-        ctx.save_for_backward(signs)
-        ctx.K = x.shape[1]
-        return rotated(x, signs, ctx.K + -ctx.K % len(signs), False)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return rotated(grad, ctx.saved_tensors[0], ctx.K, True), None
+def turn_there(x: Tensor, signs: Tensor, op: Operand | None) -> tuple[Tensor, Tensor]:
+    """ -> x rotated, in its own dtype, and what to trust of it; no mask where op is None. """
+    y = hadamard(x, signs).to(x.dtype)
+    return y, trust_mask(y, op) if op else torch.empty(0, dtype=torch.bool, device=x.device)
 
 
-def rotated(x: Tensor, signs: Tensor, length: int, back: bool) -> Tensor:
-    """ hadamard(x, signs), or, back, what it was made of -> (M, length), of the dtype of x. """
-    if x.is_cuda and PASSES and len(signs) <= 128:
-        return PASSES["rotated"](x, signs, length, back)
-    if not back:
-        return hadamard(x, signs).to(x.dtype)
-    # the Hadamard matrix is its own inverse; the signs come last
-    y = hadamard(x, torch.ones_like(signs)).unflatten(-1, (-1, len(signs))) * signs
-    return y.flatten(-2)[:, :length].to(x.dtype)
-
-
-def rotate(x: Tensor, w: Tensor, linear, layer: QuantLinear, size: int, signs: str) -> Tensor:
-    """ X and W rotated along K, so that Q4 and Q6 may start from what was rounded in between. """
-    turn = SIGNS[signs](size, layer.counter.state, layer.layer, 0)
-    return linear(Rotate.apply(x, turn), Rotate.apply(w, turn))
-
-
-class Trusted(torch.autograd.Function):
-    """ x; its gradient is zero where the mask is false. """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(mask)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad * ctx.saved_tensors[0], None
+def turn_back(grad: Tensor, mask: Tensor, signs: Tensor, K: int) -> Tensor:
+    """ The Hadamard matrix is its own inverse; the signs come last. """
+    y = hadamard(grad * mask if mask.numel() else grad, torch.ones_like(signs))
+    return (y.unflatten(-1, (-1, len(signs))) * signs).flatten(-2)[:, :K].to(grad.dtype)
 
 
 def trust_mask(x: Tensor, op: Operand) -> Tensor:
@@ -227,21 +236,10 @@ def trust_mask(x: Tensor, op: Operand) -> Tensor:
     Where op clips nothing of x: bool, shape of x. The mask |x / s| < 6 of Quartet's quantizer.
     differs a value that a scale of zero rounds to zero was not clipped, and is trusted
     """
-    if x.is_cuda and PASSES and op.rule == "quest" and op.block in ((1, 32), (1, 16), (16, 16)):
-        return PASSES["trusted"](x, op.grid, *op.block, op.rule)
     blocks, top = to_blocks(x.detach().float(), op), GRIDS[op.grid].max
     c, inner, outer = RULES[op.rule].f(blocks, op, None)
     beyond = blocks.abs() >= top * (inner * outer)
     return from_blocks((c.abs() < top) | ~beyond, x.shape, op)
-
-
-def trust(x: Tensor, w: Tensor, linear, layer: QuantLinear) -> Tensor:
-    """ What the forward pass clips of X or W gets no gradient: a straight-through clip. """
-    if not torch.is_grad_enabled():
-        return linear(x, w)
-    x, w = (Trusted.apply(t, trust_mask(t, op)) if op else t
-            for t, op in ((x, layer.recipe.y_x), (w, layer.recipe.y_w)))
-    return linear(x, w)
 
 
 AROUND["trust"] = Around(trust)

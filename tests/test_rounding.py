@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import rivals                                                   # noqa: F401
 from codes import pack, quantize, sign_bit
 from noise import SIGN_STREAMS, Counter, uniform
-from quant import AROUND, SIGNS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard
+from quant import GRIDS, SIGNS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from rivals import rules
 
@@ -369,29 +369,95 @@ def test_track(op, tracked):
 # around the linear
 
 
-@pytest.mark.parametrize("size, signs", [(32, "none"), (16, "fixed"), (128, "fixed")])
-def test_rotated_there_and_back(size, signs):
-    """ Catches: signs of another strip, or before the matrix on the way back; a gradient of another width. """
+@pytest.mark.parametrize("size, signs, trust", [(32, "none", True), (128, "fixed", False), (1, "none", True)])
+def test_turned_there_and_back(size, signs, trust):
+    """
+    Catches: signs of another strip, or before the matrix on the way back; a gradient of another width; a value
+    that was clipped and keeps its gradient, or the other way round.
+    """
     x, turn = matrix(33, 150), SIGNS[signs](size, COUNTER.state, LAYER, 0)
-    wide = 150 + -150 % size
-    there = rules.rotated(x, turn, wide, False)
-    assert same(rivals.kernels.rotated(x.to(DEVICE), turn.to(DEVICE), wide, False).cpu(), there)
-    back = rules.rotated(there, turn, 150, True)
-    assert same(rivals.kernels.rotated(there.to(DEVICE), turn.to(DEVICE), 150, True).cpu(), back)
-
-
-def test_trusted():
-    """ Catches: a value that was clipped and keeps its gradient, or the other way round. """
-    x, op = matrix(33, 150), RECIPES["quartet"].y_x
-    got = rivals.kernels.trusted(x.to(DEVICE), op.grid, *op.block, op.rule).cpu()
-    assert torch.equal(got, rules.trust_mask(x, op)) and 0.9 < got.float().mean() < 1
+    op = RECIPES["quartet"].y_x if trust else None
+    y, mask = rules.turn_there(x, turn, op)
+    got, got_mask = rivals.kernels.there(x.to(DEVICE), turn.to(DEVICE), op)
+    assert same(got.cpu(), y) and torch.equal(got_mask.cpu(), mask)
+    assert not trust or 0.9 < mask.float().mean() < 1
+    grad = matrix(33, y.shape[1])
+    back = rivals.kernels.back(grad.to(DEVICE), mask.to(DEVICE), turn.to(DEVICE), 150)
+    assert same(back.cpu(), rules.turn_back(grad, mask, turn, 150))
 
 
 def test_ops_tell_their_shapes():
     """ Catches: a fake implementation with other shapes or dtypes than the real one. """
-    x, signs = torch.randn(3, 40, device=DEVICE), torch.ones(32, device=DEVICE)
-    torch.library.opcheck(rivals.kernels.rotated, (x, signs, 64, False), test_utils="test_faketensor")
-    torch.library.opcheck(rivals.kernels.trusted, (x, "e2m1", 1, 32, "quest"), test_utils="test_faketensor")
+    x, signs, mask = torch.randn(3, 40, device=DEVICE), torch.ones(32, device=DEVICE), torch.ones(3, 64, device=DEVICE)
+    for rule in ("quest", ""):
+        torch.library.opcheck(rivals.kernels._there, (x, signs, "e2m1", 1, 32, rule), test_utils="test_faketensor")
+    torch.library.opcheck(rivals.kernels.back, (mask, mask.bool(), signs, 40), test_utils="test_faketensor")
+
+
+# -----------------------------------------------------------------------------
+# what only a GPU can show
+
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+
+
+@triton.jit
+def _divide_kernel(a_ptr, b_ptr, over_ptr, reciprocal_ptr, quotient_ptr, NUMBER: tl.constexpr,
+                   BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a, b = tl.load(a_ptr + i), tl.load(b_ptr + i)
+    tl.store(over_ptr + i, rounding.over(a, NUMBER))
+    tl.store(reciprocal_ptr + i, rounding._reciprocal(a))
+    tl.store(quotient_ptr + i, rounding._divide(a, b, rounding._reciprocal(b)))
+
+
+# the grid values and scales that largest magnitudes are mapped to, by any rule
+NUMBERS = sorted({grid.max * kernel.top for grid in GRIDS.values() for kernel in rounding.KERNELS.values()
+                  if grid.max < 2**100} | {4.0, 256.0})
+
+
+@on_a_gpu
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_mantissa_divides_exactly(number):
+    """
+    Catches: a quotient or a reciprocal that is one unit in the last place off, of all 2^23 mantissas. Scales
+    are made from such quotients, and a scale that rounds the other way is another code.
+    """
+    mantissas = (torch.arange(2**23, dtype=torch.int32, device=DEVICE) | 127 << 23).view(torch.float32)
+    b = mantissas[torch.randperm(2**23, device=DEVICE)]
+    for exponent in (-90, -3, 0, 7, 90):
+        a = mantissas * 2.0**exponent
+        over, reciprocal, quotient = (torch.empty_like(a) for _ in range(3))
+        _divide_kernel[(2**13,)](a, b, over, reciprocal, quotient, number, 1024, enable_fp_fusion=False)
+        # a division by a tensor is exactly rounded in PyTorch; by a Python number it is not
+        assert torch.equal(over, a / a.new_full((), number))
+        assert torch.equal(reciprocal, a.new_ones(()) / a)
+        assert torch.equal(quotient, a / b)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("pair", ["tetrajet_base dY", "nvidia dY"])
+def test_a_cuda_graph_sees_the_counter(pair):
+    """ Catches: seed and step that a kernel takes as numbers, which a graph would repeat for ever. """
+    row, col, align = PAIRS[pair]
+    x, state = torch.randn(160, 96, device=DEVICE), STATE.clone()
+    outs = [Out(torch.empty(shape, device=DEVICE), stride=shape[1]) for shape in ((160, 96), (96, 160))]
+
+    def step():
+        round_pair(x, row, col, *outs, state, LAYER, align=align)
+        return outs[0].data.clone()
+    expected = []
+    for number in (3, 4):
+        state[1] = number
+        expected.append(step())
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        replayed = step()
+    for number, wanted in zip((3, 4), expected):
+        state[1] = number
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed, wanted)
+    assert not torch.equal(*expected)
 
 
 # -----------------------------------------------------------------------------
