@@ -596,24 +596,26 @@ def test_outlier_channels_are_never_tracked():
     assert columns.shape == (4, 116) and not torch.isin(columns, torch.arange(50, 62)).any()
 
 
-@pytest.mark.parametrize("track", [1, 0.9])
-def test_outlier_channels_chosen_in_an_open_window(track):
+@pytest.mark.parametrize("name, track", [("reset", 1), ("reset", 0.9), ("dampen", 1)])
+def test_outlier_channels_chosen_in_an_open_window(name, track):
     """ Catches: columns that drop to zero taken for a move, and blocks that are rescaled for oscillation. """
     weights = walk((8, 128), 11, size=0.01)
     weights[:, :, 0] = 1.0
-    for names, reports in (("ab", 1), ("a", 0)):
-        layers = {name: linear(weights[0], RECIPES["tetrajet_full"], outliers=1) for name in names}
-        watch = remedy("reset", layers, window=10, tau=1e-3, track=track)
+    knobs = dict(window=10, tau=1e-3, track=track)
+    alone = play(remedy(name, {"b": (b := linear(weights[0]))}, **knobs), b, weights)
+    for names in ("ab", "a"):
+        layers = {"a": linear(weights[0], RECIPES["tetrajet_full"], outliers=1), "b": linear(weights[0])}
+        watch = remedy(name, {which: layers[which] for which in names}, **knobs)
         for step in range(11):
             for layer in layers.values():
                 layer.weight.data.copy_(weights[step])
             if step == 5:
                 layers["a"].set_channels(torch.tensor([0]))
             said, columns = watch.after_step(step)
-        assert bool(said) == bool(columns) == reports       # of no layer there is nothing to report
-        assert same(layers["a"].weight.data, weights[-1]) and layers["a"].osci_w is None
-    layer = linear(weights[0], RECIPES["tetrajet_full"], outliers=1)
-    assert columns == {} or columns == run(weights, layer=layer, tau=1e-3, track=track)[0]
+        # of "a" alone there is nothing to report
+        assert {key.removeprefix("osci_"): x for key, x in columns.items()} == (alone[10] if said else {})
+        assert bool(said) == (names == "ab") and layers["a"].osci_w is None
+        assert same(layers["a"].weight.data, weights[-1])
 
 
 # -----------------------------------------------------------------------------
