@@ -8,10 +8,10 @@ that is computed again in the backward pass, meet the same noise again.
 import torch
 from torch import Tensor
 
-# Streams 1 to 6 are the noise of the operands Q1 to Q6 of a linear layer, and these the signs of the
-# rotations of Y, dX and dW (quant.py)
+# Streams 1 to 6 are the noise of the operands Q1 to Q6 of a linear layer (quant.py). Streams 7, 8 and 9 are
+# the signs of the rotations of Y, dX and dW
 SIGN_STREAMS = 7, 8, 9
-MASK = 0xFFFFFFFF           # the lower 32 bits of an int64, which is what a word is held in
+MASK = 0xFFFFFFFF           # random words have 32 bits and are held in int64: this keeps the lower 32
 
 
 class Counter:

@@ -12,13 +12,15 @@ This file emulates 4-bit hardware: the numbers are exactly those of the format, 
 It is plain PyTorch and has the same bits on every device, because each operation below is rounded to float32
 once. rounding.py and kernels.py compute the same numbers fast; codes.py turns them into bytes.
 
-Six tables are open: GRIDS, SIGNS, RULES, BACKENDS, AROUND, and RECIPES of recipes.py. Other files put entries
-into them, and nothing here knows those by name. The folder rivals/ has what the recipes of other papers need.
+Five tables are open: GRIDS, SIGNS, RULES, BACKENDS and AROUND, and three more elsewhere: RECIPES in
+recipes.py, CHOICES in outliers.py, REMEDIES in osci.py. Other files put entries into them, and nothing here
+knows those by name. The folder rivals/ has what the recipes of other papers need.
 
     python quant.py     shows one block of 16 numbers on its way through Q1 and Q3
 
-Letters used for shapes: T tokens, K input and N output features, C outlier channels; R, B blocks down and
-across. Every operand of a product lies with the summed axis last, so there is one kind of product: a @ b.T.
+Letters used for shapes: T tokens, K input and N output features, C outlier channels; M, K any matrix, and
+R, B its blocks, down and across, of n numbers each. Every operand of a product lies with the summed axis
+last, so there is one kind of product: a @ b.T.
 """
 import math
 from dataclasses import dataclass
@@ -62,14 +64,15 @@ GRIDS = Table(
     e8m0=Grid(emin=-127, mbits=0, max=2.0**127),    # powers of two: scales of MXFP8
 )
 
-# Noise is added to n + OFFSET. Whatever the sign of n, that sum lies in one binade of float32, [128, 256), so
-# it is rounded to the same 2^-16 everywhere and positive and negative numbers are treated alike
+# Stochastic rounding is floor(n + noise). 192 is added before and taken off afterwards: near 192 the numbers
+# of float32 are 2^-16 apart, whatever n is, so numbers of each sign and size are treated alike
 OFFSET = 192.0
 
 
 def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool = False) -> Tensor:
     """
-    y float32, any shape -> the nearest grid numbers; of two equally near ones, the one with an even code.
+    y float32, any shape -> the nearest numbers of the grid. Half-way between two, the one whose code is even:
+    its place in the grid, counted from 0.
 
     noise   uniform in [0, 1), shape of y: rounds stochastically instead. This share of a gap is added to y,
             and the sum is rounded down, so a number that has come 30% of the way to its upper neighbour goes
@@ -82,7 +85,7 @@ def round_to_grid(y: Tensor, grid: Grid, noise: Tensor | None = None, up: bool =
     gap = binade(y).clamp(min=2.0**grid.emin) * 2.0**-grid.mbits    # between the two neighbours of y
     n = y / gap                                                     # exact, since gap is a power of two
     if noise is not None:
-        # noise just below 1 must not become 1 when the sum is rounded
+        # noise + OFFSET is rounded to 2^-16 itself: noise above 1 - 2^-17 would become 1, a gap too much
         n = (n + (noise + OFFSET).clamp(max=OFFSET + 1 - 2.0**-16)).floor() - OFFSET
     else:
         n = n.ceil() if up else n.round()
@@ -125,7 +128,9 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
 # 3  blocks
 
 TENSOR = -1             # for Operand.outer: the whole matrix shares one outer scale
-TINY = 2.0**-100        # numbers under an outer scale that are all below this count as zeros
+# Numbers that all are below this, under an outer scale, are rounded to zeros: what is computed of them would
+# leave the normal numbers of float32, and there devices differ
+TINY = 2.0**-100
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,12 @@ class Operand:
     """
     How one operand of one product is rounded. The default is that of TetraJet-v2's forward pass.
 
-    grid      of the numbers, a key of GRIDS; scale, that of the inner scales
+    grid      the format of the numbers, a key of GRIDS
     block     (rows, columns) that share an inner scale; columns run along the summed axis
+    scale     the format of the inner scales, a key of GRIDS
     outer     columns that share an outer scale, which is float32; TENSOR for one in all, 0 for none
-    rule      how a block gets its scales and numbers, a key of RULES
-    rounding  rtn (to nearest) or sr (stochastic)
+    rule      how a block gets its scales, a key of RULES: "nearest" and "up" are about the inner SCALE
+    rounding  how the NUMBERS are rounded then: rtn, to nearest, or sr, stochastically
     """
     grid: str = "e2m1"
     block: tuple[int, int] = (1, 16)
@@ -170,23 +176,27 @@ def round_blocks(blocks: Tensor, op: Operand, noise: Tensor | None, up: bool = F
     up      rounds s to the smallest scale that is not below, so nothing is clipped and stochastic rounding
             has no bias. A scale rounded to nearest may come out too small, and then the largest number of the
             block lies beyond the grid and is clipped
-    top     the grid number that the largest number of a block is mapped to, and reach, the largest s; by
-            default the largest of their grids. Rules of other papers set them
+    top     the grid number that the largest number of a block is mapped to; by default the largest, 6
+    reach   the inner scale that the largest block under S gets; by default the largest, 448
     outer   S, where it is known already
     """
     scales = GRIDS[op.scale]
     top, reach = top or GRIDS[op.grid].max, reach or scales.max
     amax = blocks.abs().amax(-1, keepdim=True)                      # (R, B, 1)
     largest = outer_max(amax, op)
-    zero = largest < TINY
-    if outer is None:
-        outer = over(over(largest, reach), top) if op.outer else torch.ones_like(amax)
-        outer = torch.where(zero, 1.0, torch.where(largest.isfinite(), outer, math.nan))
-    inner = round_to_grid(over(torch.where(zero, 0.0, amax) / outer, top), scales, up=up)
+    outer = outer_scale(largest, op, top, reach) if outer is None else outer
+    amax = torch.where(largest < TINY, 0.0, amax)
+    inner = round_to_grid(over(amax / outer, top), scales, up=up)
     if noise is not None:
         # at least the smallest scale above zero, since to make small numbers zero would be a bias
         inner = inner.clamp(min=2.0 ** (scales.emin - scales.mbits))
     return round_in(blocks, inner * outer, op, noise), inner, outer
+
+
+def outer_scale(largest: Tensor, op: Operand, top: float, reach: float) -> Tensor:
+    """ The largest magnitudes under outer scales -> these scales; 1 over zeros, NaN over a NaN or Inf. """
+    outer = over(over(largest, reach), top) if op.outer else torch.ones_like(largest)
+    return torch.where(largest < TINY, 1.0, torch.where(largest.isfinite(), outer, math.nan))
 
 
 def outer_max(amax: Tensor, op: Operand) -> Tensor:
@@ -195,9 +205,9 @@ def outer_max(amax: Tensor, op: Operand) -> Tensor:
         return amax
     if op.outer == TENSOR:
         return amax.amax().expand_as(amax)
-    per_outer, C = op.outer // op.block[1], amax.shape[1]
-    groups = F.pad(amax, (0, 0, 0, -C % per_outer)).unflatten(1, (-1, per_outer))
-    return groups.amax(2, keepdim=True).expand_as(groups).flatten(1, 2)[:, :C]
+    per_outer, B = op.outer // op.block[1], amax.shape[1]
+    groups = F.pad(amax, (0, 0, 0, -B % per_outer)).unflatten(1, (-1, per_outer))
+    return groups.amax(2, keepdim=True).expand_as(groups).flatten(1, 2)[:, :B]
 
 
 def round_in(blocks: Tensor, scale: Tensor, op: Operand, noise: Tensor | None) -> Tensor:
@@ -207,7 +217,7 @@ def round_in(blocks: Tensor, scale: Tensor, op: Operand, noise: Tensor | None) -
 
 
 def over(x: Tensor, number: float) -> Tensor:
-    """ x / number, rounded once. By a Python number a GPU would multiply with its inverse: other bits. """
+    """ x / number, as a tensor: PyTorch on a GPU computes x / 448.0 as x * (1 / 448.0), with other bits. """
     return x / x.new_full((), number)
 
 
@@ -221,8 +231,8 @@ def to_blocks(x: Tensor, op: Operand) -> Tensor:
 
 def from_blocks(blocks: Tensor, shape: torch.Size, op: Operand) -> Tensor:
     """ The inverse of to_blocks, cut back to shape (M, K). """
-    (rows, columns), (R, C, _) = op.block, blocks.shape
-    x = blocks.view(R, C, rows, columns).transpose(1, 2).reshape(R * rows, C * columns)
+    (rows, columns), (R, B, _) = op.block, blocks.shape
+    x = blocks.view(R, B, rows, columns).transpose(1, 2).reshape(R * rows, B * columns)
     return x[: shape[0], : shape[1]].contiguous()
 
 
@@ -235,7 +245,7 @@ class Rule:
     scales   mantissa, powers or any: the kind of scale that it makes. Powers are the powers of two of e8m0
     grids    names of the grids that it knows, () for any
     rounds   the values of Operand.rounding that it knows
-    outer    whether a power of two may have an outer scale beside it, which others do not need
+    outer    whether it may have an outer scale although its inner scales are powers of two
     """
     f: Callable
     scales: str = "any"
@@ -268,8 +278,9 @@ class Recipe:
     align     an aligned gradient is that of what the forward pass really computed: Q4 and Q6 round Q2(W) and
               Q1(X). False: they round W and X
     outlier   how the channels are rounded that OutControl picks (outliers.py); "bf16": in the compute dtype
-    rotate    sizes of the rotations along the summed axes of Y, dX and dW, 0 for none. An aligned gradient
-              cannot start from a rotated Q1(X): then X and W are rotated around the linear
+    rotate    sizes of the rotations along the summed axes of Y, dX and dW, 0 for none. With align, that of Y
+              is 0: Q1 of a rotated X is another matrix than the Q1(X) that an aligned gradient needs. Where
+              both are wanted, X and W are rotated before the linear, by an entry of AROUND
     signs     of these rotations, keys of SIGNS
     around    what happens around the linear, the outermost first: keys of AROUND
     """
@@ -299,49 +310,55 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, r: Recipe, channels, counter, layer: int, dtype, save: bool) -> Tensor:
-        at = Rounder(r, counter, layer, dtype)
+        rounder = Rounder(r, counter, layer, dtype)
 
-        # OutControl: outlier channels are zeros in the FP4 operands, in place, so that blocks keep their
-        # channels, and a second product, of few channels in MXFP8, adds them
+        # OutControl: in the FP4 operands outlier channels are set to zero and not cut out, so that every
+        # other channel stays in its block. A second product, of few channels in MXFP8, adds them
         x4, w4 = x.index_fill(1, channels, 0.0), w.index_fill(1, channels, 0.0)
-        x8, w8 = at.outlier(x[:, channels], r.y_x), at.outlier(w[:, channels], r.y_w)
+        x8, w8 = rounder.outlier(x[:, channels], r.y_x), rounder.outlier(w[:, channels], r.y_w)
 
         # Y (T, N)  =  Q1(X) (T, K)  @  Q2(W)^T (K, N)   +   X8 (T, C)  @  W8^T (C, N)
-        # in float32, so that the sum of the two is rounded once; a product alone may stay in the compute dtype
-        q1, q2 = at.q(1, x4), at.q(2, w4)
+        # Two products are summed in float32, so that y is rounded to dtype once
+        q1, q2 = rounder.q(1, x4), rounder.q(2, w4)
         y = (gemm(q1, q2.float()) + gemm(x8, w8)).to(dtype) if len(channels) else gemm(q1, q2).to(dtype)
 
         # The operands of the backward pass that need no dY are rounded now, and only they are kept: as codes
-        # and scales that is 4.75 bits a value. In W^T all channels are FP4, in X^T the outliers stay apart
+        # and scales that is 4.75 bits for each number
         if save:
-            w_all = q2.index_copy(1, channels, w8.to(q2.dtype))
-            w_back = w_all if r.align and r.dx_w else w
-            x_back, x8_back = (q1, x8) if r.align and r.dw_x else (x4, x[:, channels])
-            q4, q6 = at.q(4, w_back.T.contiguous()), at.q(6, x_back.T.contiguous())
-            x8_t = at.outlier(x8_back.T.contiguous(), r.dw_x)
+            # Q4 rounds the W that the forward pass used, if aligned: Q2(W), and W8 in the outlier channels.
+            # Here, as in the paper, all channels become FP4
+            w_used = q2.index_copy(1, channels, w8.to(q2.dtype)) if r.align and r.dx_w else w
+            q4 = rounder.q(4, w_used.T.contiguous())
+            # Q6 rounds the X that it used; outlier channels stay apart from it, in MXFP8
+            x_used, x8_used = (q1, x8) if r.align and r.dw_x else (x4, x[:, channels])
+            q6 = rounder.q(6, x_used.T.contiguous())
+            x8_t = rounder.outlier(x8_used.T.contiguous(), r.dw_x)
             ctx.save_for_backward(q4, q6, x8_t, channels)
-        ctx.at, ctx.dtypes = at, (x.dtype, w.dtype)
+        ctx.rounder, ctx.dtypes = rounder, (x.dtype, w.dtype)
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (q4, q6, x8_t, channels), at, dx, dw = ctx.saved_tensors, ctx.at, None, None
+        (q4, q6, x8_t, channels), rounder, dx, dw = ctx.saved_tensors, ctx.rounder, None, None
         if ctx.needs_input_grad[0]:
             # dX (T, K)  =  Q3(dY) (T, N)  @  Q4(W^T)^T (N, K)
-            dx = gemm(at.q(3, dy), q4).to(dy.dtype).to(ctx.dtypes[0])
+            dx = gemm(rounder.q(3, dy), q4).to(dy.dtype).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             # dW (N, K)  =  Q5(dY^T) (N, T)  @  Q6(X^T)^T (T, K)
             # and in the columns of outlier channels, (N, C)  =  dY8^T (N, T)  @  X8 (T, C)
             dy_t = dy.T.contiguous()
-            dw = gemm(at.q(5, dy_t), q6)
-            dw8 = gemm(at.outlier(dy_t, at.recipe.dw_dy), x8_t)
+            dw = gemm(rounder.q(5, dy_t), q6)
+            dw8 = gemm(rounder.outlier(dy_t, rounder.recipe.dw_dy), x8_t)
             dw = dw.index_copy(1, channels, dw8.to(dw.dtype)).to(dy.dtype).to(ctx.dtypes[1])
         return dx, dw, *[None] * 6
 
 
 @dataclass
 class Rounder:
-    """ Rounds the operands of one linear layer at one address. What a recipe leaves alone goes to dtype. """
+    """
+    Rounds the operands of one linear layer, with the random numbers of that layer at one step and micro-step.
+    What the recipe does not round is cast to dtype.
+    """
     recipe: Recipe
     counter: Tensor
     layer: int
@@ -367,7 +384,7 @@ class Rounder:
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
-    """ a (M, S) @ b (N, S)^T -> (M, N): float32, or the compute dtype if both are still in it. """
+    """ a (M, K) @ b (N, K)^T -> (M, N): float32, or the compute dtype if both are still in it. """
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     with torch.autocast(a.device.type, enabled=False):
@@ -390,7 +407,7 @@ class Backend:
     track: Callable | None = None
 
 
-# The reference interrupts a compiled model here, and so has the bits of the lines above there too.
+# torch.compile does not look into the reference: it might fuse operations, which then are rounded only once.
 # A faster back end is entered after a slower one: the last one that can compute a recipe is taken
 BACKENDS = Table(reference=Backend(torch.compiler.disable(Product.apply)))
 
@@ -413,11 +430,14 @@ class QuantLinear(nn.Linear):
     nn.Linear whose three products follow a recipe.
 
     layer, counter  address of its random numbers. Without a counter it draws a seed and counts its forward
-                    passes itself; then a block must not be computed again in the backward pass
+                    passes itself. Such a layer does not go with recomputation, where a second forward pass
+                    would count on and draw other noise
     outliers        how many input channels OutControl may keep in recipe.outlier's format
     channels        buffer (outliers,): those channels, ascending; all -1 until they are chosen
+    split           whether they are chosen yet
     squares         None, or (K,), to which forward adds the squares of its input, for OutControl to look at
-    extra           keys of AROUND beyond those of the recipe, further outside: a remedy's stand-in for W
+    extra           keys of AROUND that are applied outside those of the recipe; remedies of osci.py set them
+    enabled         False: nothing is rounded, for a look at the same weights in evaluation
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
@@ -454,7 +474,7 @@ class QuantLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.squares is not None and self.training:
-            # a block that is computed again adds its squares twice, in all channels alike
+            # with recomputation this runs twice: all channels get the same factor, and their order stays
             self.squares += x.detach().float().square().flatten(0, -2).sum(0)
         if not self.enabled or not any(self.recipe.operands):
             return F.linear(x, self.weight, self.bias)

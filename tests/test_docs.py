@@ -20,7 +20,8 @@ import train
 from docs import one_page
 from noise import SIGN_STREAMS, Counter, random_signs, uniform
 from quant import QuantLinear
-from recipes import RECIPES, table
+from recipes import RECIPES
+from rivals.__main__ import table
 from tools import hf, plot, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,7 +220,7 @@ def test_the_three_ideas_apply_train_and_resume(number, flags, tmp_path):
               "train.main(a + ['--name=cut', '--stop_at=11']); train.main(a + ['--name=cut']); "
               "w, c = (torch.load(f'out/{n}/ckpt_000000024.pt')['model'] for n in ('whole', 'cut')); "
               "assert w.keys() == c.keys() and all(torch.equal(w[k], c[k]) for k in w); "
-              "from recipes import table; print(table())")
+              "from rivals.__main__ import table; print(table())")
     done = subprocess.run([sys.executable, "-c", script, *small], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "val_loss_fp4" in done.stdout

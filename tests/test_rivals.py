@@ -14,7 +14,8 @@ from build import only
 from codes import decode, grid_value, quantize
 from noise import SIGN_STREAMS, Counter, random_signs, uniform
 from quant import GRIDS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard, round_to_grid
-from recipes import RECIPES, described, from_json, table, to_json, turned
+from recipes import RECIPES, from_json, to_json
+from rivals.__main__ import described, table, turned
 from rivals.recipes import EDEN, NVFP4
 from rivals.rules import FIXED_SIGNS, trust_mask
 
