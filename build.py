@@ -8,7 +8,7 @@ train.py, eval.py, bench.py and the tools all build here, so that what they buil
 file also fills the open tables with what rivals/ has.
 """
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -95,7 +95,7 @@ def compile_parts(model: GPT):
 
 def forward_unrounded(cfg: Config, net: Net, step: int) -> bool:
     """ From the step of bf16_forward on, round in backward only; True if that is new. """
-    late = cfg.bf16_forward > 0 and step >= cfg.in_steps(cfg.bf16_forward)
+    late = step >= cfg.in_steps(cfg.bf16_forward)
     todo = [layer for layer in net.layers.values() if late and any(layer.recipe.operands[:2])]
     for layer in todo:
         layer.recipe = only(layer.recipe, [3, 4, 5, 6])
@@ -151,19 +151,23 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     """
     if cfg.backend == "reference" or cfg.backend == "auto" and device.type != "cuda":
         return "reference"              # on a CPU kernels are only interpreted, which is for tests
-    missing = enter_kernels(device)
-    need(cfg.backend in ("auto", *BACKENDS),
-         f"backend = {cfg.backend!r}: {missing or did_you_mean(cfg.backend, ('auto', *BACKENDS))}")
+    name, missing = cfg.backend, enter_kernels(device)
+    need(name in ("auto", *BACKENDS), f"backend = {name!r}: {missing or did_you_mean(name, BACKENDS)}")
     if not any(recipe.operands):
         return "reference"
     recipes = [recipe, only(recipe, [3, 4, 5, 6])] if cfg.bf16_forward else [recipe]
 
     def problem(name: str) -> str:
         return next(filter(None, (BACKENDS[name].problem(r) for r in recipes)), "")
-    if cfg.backend == "auto":
-        return next(name for name in reversed(BACKENDS) if not problem(name))
-    need(not (why := problem(cfg.backend)), f"backend = {cfg.backend!r}: {why}; or type --backend=auto")
-    return cfg.backend
+    if name == "auto":
+        name = next(name for name in reversed(BACKENDS) if not problem(name))
+    need(not (why := problem(name)), f"backend = {name!r}: {why}; or type --backend=auto")
+    if name == "native" and device.type == "cuda":
+        # before anything is trained, its kernels have to agree with the reference on this very GPU
+        import fused
+        need(not (why := fused.check_native(recipe, device)),
+             f"{why}; type --backend=emulate, and please report it with the output of python bench.py")
+    return name
 
 
 def enter_kernels(device: torch.device) -> str:
@@ -186,14 +190,6 @@ def enter_kernels(device: torch.device) -> str:
     return ""
 
 
-def check_native(net: Net):
-    """ Before the first step the kernels of the back end native have to agree with the reference here. """
-    if net.backend == "native":
-        import fused
-        need(not (problem := fused.check_native(net.recipe, net.counter.state.device)),
-             f"{problem}; type --backend=emulate, and please report it with the output of python bench.py")
-
-
 def autocast(device: torch.device):
     """
     bf16 on accelerators, as the paper trains; float32 on a CPU, where bf16 is slow and bits are compared.
@@ -207,7 +203,7 @@ def autocast(device: torch.device):
 # the knobs that change a recipe, and those that say which layers and operands it is for
 CHANGES = ("rotate", "rotate_size", "block_w", "block_x", "scale_rule", "backward", "outer", "align",
            "outlier_format")
-ROUNDING = ("quantizers", "keep", "keep_last", *CHANGES)
+ROUNDING = ("quantizers", "keep", "keep_last", "bf16_forward", *CHANGES)
 
 
 def recipe_of(cfg: Config) -> Recipe:
@@ -217,10 +213,10 @@ def recipe_of(cfg: Config) -> Recipe:
     """
     for knob, known in (("recipe", RECIPES), ("osci", REMEDIES), ("outlier_choice", CHOICES),
                         ("scale_rule", ("", *RULES))):
-        value = getattr(cfg, knob)
-        need(value in known, f"{knob} = {value!r} is unknown; {did_you_mean(value, known)}")
+        if (value := getattr(cfg, knob)) not in known:
+            raise ConfigError(f"{knob} = {value!r} is unknown; {did_you_mean(value, known)}")
     try:
-        recipe = altered(RECIPES[cfg.recipe], cfg)
+        recipe = checked(altered(RECIPES[cfg.recipe], cfg))
     except ValueError as error:
         flags = "".join(f" --{name}={getattr(cfg, name)}" for name in CHANGES if getattr(cfg, name))
         raise ConfigError(f"recipe {cfg.recipe}{flags and ' with' + flags}: {error}") from None
@@ -238,28 +234,30 @@ def recipe_of(cfg: Config) -> Recipe:
 
 def idle(cfg: Config) -> str:
     """ The knobs of rounding, outliers and osci that change nothing here: they would pass for ablations. """
-    def rounding(cfg: Config) -> list[Recipe]:
-        """ The recipe of each linear. """
-        recipe = altered(RECIPES[cfg.recipe], cfg)
-        names = [f"blocks.{i}.{kind}" for i in range(cfg.n_layer) for kind in LINEARS]
-        return [Recipe() if is_kept(cfg, name) else recipe for name in names]
-
-    def changes_nothing(knob: str) -> bool:
-        if knob.startswith("osci"):
-            return not rounds or knob not in ("osci", *REMEDIES[cfg.osci].KNOBS)
-        if knob.startswith("outlier") and not outliers or knob == "bf16_forward" and not forward:
-            return True
-        try:
-            return knob in ROUNDING and rounding(replace(cfg, **{knob: getattr(Config, knob)})) == ours
-        except ValueError:
-            return False        # without it another knob does not fit
-
-    ours = rounding(cfg)
-    rounds, forward = (any(any(r.operands[:n]) for r in ours) for n in (6, 2))
-    outliers = rounds and any(round(cfg.outlier_frac * width) for width in (cfg.d_model, cfg.d_ff))
-    unused = [f"{field.name} = {getattr(cfg, field.name)!r}" for field in fields(cfg)
-              if getattr(cfg, field.name) != field.default and changes_nothing(field.name)]
+    ours, unused = effect(cfg), []
+    for field in fields(cfg):
+        name, value = field.name, getattr(cfg, field.name)
+        if value != field.default and (name in ROUNDING or name.startswith(("outlier", "osci"))):
+            with suppress(ValueError):      # without this knob another one does not fit
+                if effect(replace(cfg, **{name: field.default})) == ours:
+                    unused.append(f"{name} = {value!r}")
     return f"without effect: {', '.join(unused)}" if unused else ""
+
+
+def effect(cfg: Config) -> tuple:
+    """ What the knobs of rounding, outliers and osci come to. Where it is equal, so are the runs. """
+    recipe = checked(altered(RECIPES[cfg.recipe], cfg))
+    channels = [round(cfg.outlier_frac * width) for width in (cfg.d_model, cfg.d_ff)]
+    recipe = recipe if any(channels) else replace(recipe, outlier=None)
+    names = [f"blocks.{i}.{kind}" for i in range(cfg.n_layer) for kind in LINEARS]
+    layers = [Recipe() if is_kept(cfg, name) else recipe for name in names]
+    knobs = []
+    if any(any(r.operands) for r in layers):
+        knobs += ["osci", *REMEDIES[cfg.osci].KNOBS]
+        knobs += [f.name for f in fields(cfg) if f.name.startswith("outlier")] if any(channels) else []
+    if any(any(r.operands[:2]) for r in layers):
+        knobs.append("bf16_forward")
+    return layers, [(knob, getattr(cfg, knob)) for knob in knobs]
 
 
 USUAL = {"rtn": "nearest", "sr": "up"}         # rounding -> rule, for scales with a mantissa
@@ -267,10 +265,11 @@ USUAL = {"rtn": "nearest", "sr": "up"}         # rounding -> rule, for scales wi
 
 def altered(recipe: Recipe, cfg: Config) -> Recipe:
     """
-    The recipe with the changes of cfg, its knobs in CHANGES and quantizers. ValueError where these do not fit
-    each other or the recipe. A recipe that rounds nothing stays what it is.
+    The recipe with the changes of cfg, its knobs in CHANGES and quantizers; ValueError where one of them does
+    not fit the recipe. A recipe that rounds nothing stays what it is.
     """
-    if not any(recipe.operands):
+    same = all(getattr(cfg, knob) == getattr(Config, knob) for knob in ("quantizers", *CHANGES))
+    if same or not any(recipe.operands):
         return recipe
     ops = {}
     for field, op in zip(fields(recipe), recipe.operands):
@@ -296,7 +295,7 @@ def altered(recipe: Recipe, cfg: Config) -> Recipe:
     outlier = {"": recipe.outlier, "mxfp8": MXFP8, "bf16": "bf16"}[cfg.outlier_format]
     align = recipe.align if cfg.align == "" else cfg.align == "true"
     recipe = rotated(replace(recipe, **ops, outlier=outlier, align=align), cfg)
-    return checked(only(recipe, [int(n) for n in cfg.quantizers.split(",") if n]))
+    return only(recipe, [int(n) for n in cfg.quantizers.split(",") if n])
 
 
 def rotated(r: Recipe, cfg: Config) -> Recipe:

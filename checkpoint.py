@@ -23,9 +23,9 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -65,10 +65,6 @@ class Run:
             pass                                # Windows, and file systems without locks
         for path in (*self.folder.glob("ckpt_*.tmp"), *(self.folder / f"{name}.tmp" for name in FILES)):
             path.unlink(missing_ok=True)        # of a run that was killed while it wrote
-
-    def close(self):
-        """ Let other processes in again. """
-        self.log.close()
 
     def say(self, line: str):
         """ To the terminal and to log.txt. Neither a closed terminal nor a full disk ends a run. """
@@ -148,7 +144,14 @@ class Run:
                 path.unlink(missing_ok=True)
             self.log.truncate(0)
         write(self.folder / "config.json", json.dumps(asdict(self.cfg), indent=1))
-        self.drop_rows(step)
+        # rows from this step on will be computed, and logged, again; one that a full disk or a kill cut off
+        # is no row
+        path, rows = self.folder / "metrics.csv", []
+        if step and path.is_file():
+            rows = [line.split(",") for line in path.read_text(errors="replace").splitlines()]
+        rows = [row for row in rows
+                if len(row) == len(self.columns) and row[0].isdigit() and int(row[0]) < step]
+        write(path, "".join(",".join(row) + "\n" for row in [self.columns, *rows]))
 
     def check_same(self, state: dict, net: Net, corpus: Corpus):
         """ ConfigError unless the run in this folder is the one that this command asks for. """
@@ -169,16 +172,6 @@ class Run:
         if changed or state["code"] != code():
             self.say(f"note: code {state['code']} wrote that and code {code()} goes on; " +
                      (f"{', '.join(changed)} of the recipe changed" if changed else "its recipe is the same"))
-
-    def drop_rows(self, step: int):
-        """ Forget the rows from this step on: they will be computed, and logged, again. """
-        path, rows = self.folder / "metrics.csv", []
-        if step and path.is_file():
-            rows = [line.split(",") for line in path.read_text(errors="replace").splitlines()]
-        # a row that a full disk or a kill cut off is no row
-        rows = [row for row in rows
-                if len(row) == len(self.columns) and row[0].isdigit() and int(row[0]) < step]
-        write(path, "".join(",".join(row) + "\n" for row in [self.columns, *rows]))
 
     def start_wandb(self):
         """ --wandb: send the rows of metrics.csv to Weights & Biases too, which its own variables set. """
@@ -204,12 +197,12 @@ class Onlooker(Run):
     """ What all ranks but the first have in the place of a Run: it finds, says and writes nothing. """
 
     def __init__(self, cfg: Config, columns: tuple[str, ...]):
-        self.cfg, self.columns, self.folder, self.last_good = cfg, columns, in_full(cfg.out) / cfg.name, None
+        self.folder, self.last_good, self.log = in_full(cfg.out) / cfg.name, None, nullcontext()
 
     def say(self, *_):
         return None
 
-    find = begin = row = track = start_wandb = close = say
+    find = begin = row = track = start_wandb = say
 
     def save(self, state: dict) -> bool:
         return True
@@ -321,17 +314,14 @@ def sources(recipe: Recipe) -> dict[str, str]:
     named = {f"rule {op.rule}": RULES[op.rule].f for op in ops}
     named |= {f"signs {name}": SIGNS[name] for name in recipe.signs}
     named |= {f"around {name}": AROUND[name].f for name in recipe.around}
-    return {name: f"{zlib.crc32(source(f).encode()):08x}" for name, f in named.items()}
-
-
-def source(f) -> str:
-    """ The text of a function, and of a partial one its arguments too. """
-    if isinstance(f, partial):
-        return f"{source(f.func)}{f.args}{sorted(f.keywords.items())}"
-    try:
-        return inspect.getsource(f)
-    except (OSError, TypeError):        # typed at a prompt, or written in C
-        return repr(type(f))
+    for name, f in named.items():
+        text = ""
+        with suppress(OSError, TypeError):      # typed at a prompt, or written in C
+            text = inspect.getsource(getattr(f, "func", f))
+        # of a partial function its arguments too
+        text += f"{getattr(f, 'args', '')}{getattr(f, 'keywords', '')}"
+        named[name] = f"{zlib.crc32(text.encode()):08x}"
+    return named
 
 
 SAMPLES, LENGTH = 2048, 4096

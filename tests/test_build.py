@@ -4,13 +4,14 @@ Every docstring names a bug that the test would catch.
 """
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import build
-from build import (RECIPES, build as build_net, check_native, enter_kernels, idle, make_optimizers, only,
-                   pick_backend, pick_device, recipe_of)
+from build import (RECIPES, build as build_net, enter_kernels, idle, make_optimizers, only, pick_backend,
+                   pick_device, recipe_of)
 from config import Config, ConfigError, parse
 from quant import BACKENDS, TENSOR, Backend, Operand, Recipe, Table
 from test_train import go, last_state, rows, shards, tiny  # noqa: F401
@@ -242,14 +243,20 @@ def kernels(monkeypatch):
     return table
 
 
-def test_the_fastest_back_end_that_can_compute_the_recipe(kernels):
-    """ Catches: a recipe that no kernel knows, found out in the middle of the first step. """
+def test_the_fastest_back_end_that_can_compute_the_recipe(kernels, monkeypatch):
+    """
+    Catches: a recipe that no kernel knows, found out in the middle of the first step; a GPU whose products
+    are wrong, found out by a loss that does not fall.
+    """
     cuda, full = torch.device("cuda"), RECIPES["tetrajet_full"]
 
     def pick(recipe, device=cuda, **knobs):
         return pick_backend(Config(**knobs), device, recipe)
     with pytest.raises(ConfigError, match="need an NVIDIA GPU"):
         pick(full, CPU, backend="native")
+    told = [""]
+    fused = SimpleNamespace(check_native=lambda recipe, device: told[0])
+    monkeypatch.setitem(sys.modules, "fused", fused)
     assert pick(full) == "native" and pick(full, CPU) == "reference"
     assert pick(only(full, [1, 2, 4])) == "quick" and pick(Recipe(y_x=Operand(), align=False)) == "reference"
     assert pick(Recipe()) == "reference" and pick(full, backend="quick") == "quick"
@@ -259,6 +266,9 @@ def test_the_fastest_back_end_that_can_compute_the_recipe(kernels):
                         (dict(backend="quik"), "did you mean quick")):
         with pytest.raises(ConfigError, match=says):
             pick(full, **knobs)
+    told[0] = "dX is off by 1e-2 on this GPU"
+    with pytest.raises(ConfigError, match="dX is off .*type --backend=emulate"):
+        pick(full)
 
 
 def test_why_there_are_no_kernels(monkeypatch):
@@ -284,17 +294,6 @@ def test_why_there_are_no_kernels(monkeypatch):
         raise build.PackageNotFoundError(name)
     monkeypatch.setattr(build, "version", missing)
     assert enter_kernels(CPU) == "Triton is not installed: type pip install triton"
-
-
-def test_native_is_checked_before_the_first_step(monkeypatch):
-    """ Catches: a GPU whose products are wrong, found out by a loss that does not fall. """
-    class Fused:
-        check_native = staticmethod(lambda recipe, device: "dX is off by 1e-2 on this GPU")
-    monkeypatch.setitem(sys.modules, "fused", Fused)
-    net = net_of()
-    check_native(net)           # the reference needs no check
-    with pytest.raises(ConfigError, match="dX is off .*type --backend=emulate"):
-        check_native(net._replace(backend="native"))
 
 
 def test_a_device_that_is_not_there_or_does_not_work(monkeypatch):
