@@ -19,6 +19,11 @@ kernels too. That is for tests: the times there say nothing about FP4.
 What this file leaves out: loading data, evaluation, more than one GPU. Letters used for shapes: T tokens, K
 input and N output features.
 """
+import os
+
+# as in train.py: threads that wait for each other should sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import argparse
 import gc
 import math
