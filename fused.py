@@ -31,7 +31,7 @@ what a recipe has around the linear, which QuantLinear calls.
 Letters used for shapes: T tokens, K input and N output features, C outlier channels.
 """
 import math
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ import codes
 from kernels import NATIVE_ARCHS, mxfp8_gemm, native, nvfp4_gemm
 from noise import Counter
 from quant import BACKENDS, TENSOR, Backend, Operand, QuantLinear, Recipe, gemm
+from recipes import from_json
 from rounding import Out, Side, no_codes, no_kernel, no_lines, round_pair, track, unpack
 
 # -----------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def forward(f: "Forms", x: Tensor, w: Tensor, channels: Tensor, counter: Tensor,
     both = partial(round_both, counter=counter, layer=layer, dtype=dtype)
 
     # a column that is an outlier channel counts as zero: all bits of the others, and none of these
-    fp4 = torch.full_like(x[0], -1, dtype=torch.int16).index_fill_(0, channels, 0) if C else None
+    fp4 = x.new_full(x.shape[1:], -1, dtype=torch.int16).index_fill_(0, channels, 0) if C else None
     both(x, q1, q6 if save else None, align=f.align_x, row_mask=fp4, col_mask=fp4)
     # in W^T all channels are FP4. Where it starts from the rounded W, the rows of outlier channels are zeros
     # for now ...
@@ -279,11 +280,11 @@ class Forms(NamedTuple):
     align_w: bool
 
 
-FORMS: dict[str, Forms] = {}        # back end and recipe as text -> forms: an op takes no other objects
+FORMS: dict[str, Forms] = {}        # back end and recipe, as text -> forms
 
 
-def enter(backend: str, r: Recipe) -> str:
-    """ Put the forms of a recipe into FORMS -> their name there. """
+def forms_of(backend: str, r: Recipe) -> Forms:
+    """ What a recipe means to a back end. """
     def form(side: Side, kept: bool) -> Form:
         """ kept for the backward pass, or not """
         coded = side.op and (backend == "native" or backend == "packed" and kept and not no_codes(side.op))
@@ -293,10 +294,8 @@ def enter(backend: str, r: Recipe) -> str:
         return form(Side(r.outlier if on and isinstance(r.outlier, Operand) else None), kept)
 
     six = [form(side, kept=number in (4, 6)) for number, side in enumerate(sides(r), 1)]
-    name = f"{backend} {r}"
-    FORMS[name] = Forms(*six, outlier(r.y_x), outlier(r.y_w), outlier(r.dw_dy), outlier(r.dw_x, kept=True),
-                        bool(r.align and r.dw_x), bool(r.align and r.dx_w))
-    return name
+    return Forms(*six, outlier(r.y_x), outlier(r.y_w), outlier(r.dw_dy), outlier(r.dw_x, kept=True),
+                 bool(r.align and r.dw_x), bool(r.align and r.dx_w))
 
 
 def sides(r: Recipe) -> list[Side]:
@@ -345,15 +344,16 @@ def native_problem(r: Recipe) -> str:
 def linear(backend: str, x: Tensor, w: Tensor, recipe: Recipe, channels: Tensor, counter: Tensor, layer: int,
            dtype: torch.dtype, save: bool) -> Tensor:
     """ quant.Backend.linear of one back end. """
-    return linear_op(x, w, channels, counter, layer, name_of(backend, recipe), save, dtype)[0]
+    return linear_op(x, w, channels, counter, layer, name_of(backend, recipe.text), save, dtype)[0]
 
 
 @torch.compiler.assume_constant_result
-def name_of(backend: str, r: Recipe) -> str:
-    return _name_of(backend, r)
-
-
-_name_of = cache(enter)
+def name_of(backend: str, recipe: str) -> str:
+    """ The name of a recipe's forms; torch.compile calls it while it reads the code above, and only then. """
+    name = f"{backend} {recipe}"
+    if name not in FORMS:
+        FORMS[name] = forms_of(backend, from_json(recipe))
+    return name
 
 
 @torch.library.custom_op("nvfp4::linear", mutates_args=())
@@ -415,13 +415,14 @@ BACKENDS["emulate"] = Backend(partial(linear, "emulate"), problem, weight_codes,
 BACKENDS["native"] = Backend(partial(linear, "native"), native_problem, weight_codes, track)
 
 
-def check_native(recipe: Recipe, device: torch.device) -> str:
+def check_native(recipe: Recipe, device: torch.device, shape: tuple[int, int, int] = (192, 320, 144)) -> str:
     """
     One linear by the native back end and by the reference on this GPU, before a run trusts it: "", or where
     they differ. The codes and scales of W have to be equal, bit for bit, and products but for the order of
     their sums.
     """
-    T, K, N, C = 256, 384, 320, 38 if recipe.outlier else 0
+    T, K, N = shape
+    C = K // 10 if recipe.outlier else 0
     generator, results = torch.Generator(device).manual_seed(0), []
     x, w, dy = (torch.randn(shape, generator=generator, device=device) for shape in ((T, K), (N, K), (T, N)))
     if recipe.y_w.rounding == "rtn":

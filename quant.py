@@ -22,8 +22,9 @@ Letters used for shapes: T tokens, K input and N output features, C outlier chan
 R, B its blocks, down and across, of n numbers each. Every operand of a product lies with the summed axis
 last, so there is one kind of product: a @ b.T.
 """
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Callable
 
@@ -295,6 +296,10 @@ class Recipe:
     rotate: tuple[int, int, int] = (0, 0, 0)
     signs: tuple[str, str, str] = ("fresh", "fresh", "fresh")
     around: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        # all of it as text: what torch.compile hands on to an operator, which takes no other object (fused.py)
+        object.__setattr__(self, "text", json.dumps(asdict(self)))
 
     @property
     def operands(self) -> tuple[Operand | None, ...]:
