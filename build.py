@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Callable, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def build(cfg: Config, ids: int, device: torch.device, recipe: Recipe | None = N
                           cfg.outlier_choice, cfg.in_steps(cfg.outlier_log) if cfg.outlier_log else 0)
     rounded = {name: layer for name, layer in layers.items() if layer.recipe.y_w}
     remedy = REMEDIES[cfg.osci if rounded else "off"](rounded, cfg)
-    if cfg.compile and device.type == "cuda":
+    if cfg.compile and device.type == "cuda" and find_spec("triton"):
         compile_parts(model)
     return Net(model, layers, counter, recipe, backend, outliers, remedy, ranks, ranks.share(model))
 
@@ -112,6 +113,7 @@ def make_optimizers(cfg: Config, model: GPT) -> list[torch.optim.Optimizer]:
     adamw = partial(torch.optim.AdamW, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
     if cfg.optimizer == "adamw":
         return [adamw(groups)]
+    need(hasattr(torch.optim, "Muon"), "optimizer = 'muon' comes with PyTorch 2.9: type --optimizer=adamw")
     matrices = {p: None for p in model.blocks.parameters() if p.ndim == 2}
     rest = [group | {"params": [p for p in group["params"] if p not in matrices]} for group in groups]
     # its update has the size of AdamW's, so that one rate and one decay do for both
