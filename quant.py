@@ -298,7 +298,7 @@ class Recipe:
     around: tuple[str, ...] = ()
 
     def __post_init__(self):
-        # all of it as text: what torch.compile hands on to an operator, which takes no other object (fused.py)
+        # all of it as text: a checkpoint keeps it, and torch.compile hands on no other object (fused.py)
         object.__setattr__(self, "text", json.dumps(asdict(self)))
 
     @property

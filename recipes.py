@@ -9,7 +9,7 @@ OsciReset (osci.py) and the choice of outlier channels (outliers.py) happen in t
 recipe; a recipe only says in which format the outlier channels are kept.
 """
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from quant import Operand, Recipe, Table
 
@@ -43,7 +43,7 @@ RECIPES = Table(
 
 
 def to_json(recipe: Recipe) -> str:
-    return json.dumps(asdict(recipe))
+    return recipe.text
 
 
 def from_json(text: str) -> Recipe:
