@@ -175,8 +175,8 @@ RULES["quest"] = Rule(quest, scales="powers")
 
 def rotate(x: Tensor, w: Tensor, linear, layer: QuantLinear, size: int, signs: str) -> Tensor:
     """
-    X and W rotated along K, so that Q4 and Q6 may start from what was rounded in between. Where "trust" follows
-    it is seen to here, so that on a GPU the two are one pass.
+    X and W rotated along K, so that Q4 and Q6 may start from what was rounded in between. Where "trust"
+    follows, it is seen to here, so that on a GPU the two are one pass.
     """
     r, turn = layer.recipe, SIGNS[signs](size, layer.counter.state, layer.layer, 0)
     ops = (r.y_x, r.y_w) if "trust" in r.around else (None, None)
@@ -201,7 +201,7 @@ def turned(x: Tensor, signs: Tensor, op: Operand | None) -> Tensor:
 
 
 class Turned(torch.autograd.Function):
-    """ x (M, K), which is y when it is rotated. The gradient is zero where mask is false, and turned back. """
+    """ y, which is x (M, K) rotated. The gradient is zero where mask is false, and turned back. """
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor, mask: Tensor, signs: Tensor) -> Tensor:

@@ -221,7 +221,8 @@ def test_the_three_ideas_apply_train_and_resume(number, flags, tmp_path):
               "w, c = (torch.load(f'out/{n}/ckpt_000000024.pt')['model'] for n in ('whole', 'cut')); "
               "assert w.keys() == c.keys() and all(torch.equal(w[k], c[k]) for k in w); "
               "from rivals.__main__ import table; print(table())")
-    done = subprocess.run([sys.executable, "-c", script, *small], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, *small], cwd=tmp_path, capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     assert "val_loss_fp4" in done.stdout
     if number < 2:      # the third is a remedy and no recipe
