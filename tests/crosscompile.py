@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -47,10 +48,11 @@ class Compiled:
     spills     bytes of stack of a thread, which is where values go that find no register
     shared     bytes of shared memory of a program
     mma        the matrix instructions in the PTX
-    ttgir      what Triton hands to LLVM: values have got their places; convert_layout moves them
+    sass       how many there are of each instruction of the machine code: BAR waits for the other warps, SHFL
+               moves a value to another thread
     """
     ptx: str
-    ttgir: str
+    sass: dict[str, int]
     registers: int
     spills: int
     shared: int
@@ -64,9 +66,10 @@ def compile_for(kernel: str, signature: dict, constexprs: dict, arch: int, **opt
     return compile_many([Job(kernel, signature, constexprs, arch, options)])[0]
 
 
-def compile_many(jobs: list[Job]) -> list[Compiled]:
+def compile_many(jobs: list[Job], triton: str = "") -> list[Compiled]:
+    """ By the Triton of a folder, such as pip install --target makes, or by the one that is installed. """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([*[triton] * bool(triton), str(ROOT), env.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, __file__], input=json.dumps([asdict(job) for job in jobs]),
                           env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -121,11 +124,12 @@ def compile_here(job: Job) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
-        report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)],
-                                capture_output=True, text=True, check=True).stdout
+        tool = Path(triton.knobs.nvidia.cuobjdump.path)
+        report, code = (subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout
+                        for command in ([tool, "-res-usage"], [tool.with_name("nvdisasm"), "-c"]))
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return Compiled(compiled.asm["ptx"], compiled.asm.get("ttgir", ""), int(registers), int(stack),
-                    compiled.metadata.shared)
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", code)
+    return Compiled(compiled.asm["ptx"], dict(Counter(names)), int(registers), int(stack), compiled.metadata.shared)
 
 
 if __name__ == "__main__":

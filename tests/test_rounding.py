@@ -503,3 +503,72 @@ def test_an_edited_rule_is_another_kernel(tmp_path):
     one, two = subprocess.run([sys.executable, "-c", PLANS], env=env, capture_output=True, text=True,
                               check=True).stdout.splitlines()
     assert one != two
+
+
+# -----------------------------------------------------------------------------
+# what the compiler makes of it for GPUs that are not here
+
+
+def launch(pair: str, packed: bool = False, extra: Side | None = None):
+    """ The kernel as a linear under bf16 starts it for one of its matrices; tetrajet_full has outlier channels. """
+    row, col, align = PAIRS[pair]
+    x = torch.zeros(256, 256, dtype=torch.float32 if pair.endswith("W") else torch.bfloat16)
+    outs = [side and (packed_room(256, 256, side.op) if packed else Out(x.bfloat16(), stride=256))
+            for side in (row, col, extra)]
+    keep = torch.zeros(256, dtype=torch.int16) if pair == "tetrajet_base X" else None
+    round_pair(x, row, col, *outs[:2], STATE, LAYER, align=align, keep=keep, extra=extra, extra_out=outs[2])
+
+
+launch_x = partial(launch, "tetrajet_base X")
+launch_x_packed = partial(launch, "tetrajet_base X", packed=True)
+launch_dy = partial(launch, "tetrajet_base dY", extra=Side(MXFP8, 5))
+launch_six = partial(launch, "four_over_six W")
+launch_quartet = partial(launch, "quartet X")
+
+
+def launch_unpack():
+    unpack(packed_room(256, 256, STOCHASTIC), STOCHASTIC, 256, torch.bfloat16)
+
+
+def launch_there():
+    rivals.kernels.there(torch.zeros(256, 256, dtype=torch.bfloat16), torch.ones(32), RECIPES["quartet"].y_x)
+
+
+# (what is launched, architecture): bytes of a thread's values that find no register, waits for other warps,
+# instructions for each value. A rounding kernel takes 5 to 20 s to compile the first time, so each kernel and each
+# architecture is here, but not each with each other
+LIMITS = {("x", 80): (0, 1, 46), ("dy", 90): (24, 1, 65), ("x_packed", 100): (0, 7, 60), ("six", 90): (0, 55, 92),
+          ("there", 120): (0, 0, 36), ("unpack", 120): (0, 0, 50)}
+KERNELS = {"there": "rivals.kernels:_there_kernel", "unpack": "rounding:_unpack_kernel"}
+# other versions to try, each a folder that `pip install --no-deps --target FOLDER triton==VERSION` has made
+TRITONS = ["", *filter(None, os.environ.get("TRITONS", "").split(os.pathsep))]
+
+
+@pytest.fixture(scope="module", params=TRITONS)
+def compiled(request):
+    jobs = [Job(KERNELS.get(name, "rounding:_pair_kernel"), {}, {}, arch, launch=f"test_rounding:launch_{name}")
+            for name, arch in LIMITS]
+    return dict(zip(LIMITS, compile_many(jobs, request.param)))
+
+
+@pytest.mark.parametrize("name, arch", LIMITS)
+def test_fits_the_gpu(name, arch, compiled):
+    """
+    Catches: values that spill, more shared memory than the smallest GPU has, 99 KiB, and a layout in which a step
+    of the rounding moves values between threads: then there are more waits, shuffles and instructions. The
+    transposition alone goes through shared memory. A newer Triton did so to addresses of three dimensions.
+    """
+    result, (spills, waits, instructions) = compiled[name, arch], LIMITS[name, arch]
+    values = {"there": 64 * 128 / 128, "unpack": 8 * 256 / 128}.get(name, 128 * 128 / 256 / (1 + (name == "six")))
+    assert result.spills <= spills and result.registers <= (255 if "packed" in name else 128)
+    assert result.shared <= 99 * 1024
+    assert result.sass.get("BAR", 0) <= waits and result.sass.get("SHFL", 0) <= 2 * values
+    assert sum(result.sass.values()) - result.sass.get("NOP", 0) <= instructions * values
+
+
+def test_maxima_keep_nan(compiled):
+    """
+    Catches: a maximum that drops NaN, as the instruction does by default. The interpreter's keeps it either
+    way. A thread has 64 values of each side, and 15 of the 16 in a strip meet in a maximum.
+    """
+    assert compiled["x", 80].ptx.count("max.NaN.f32") >= 2 * 64 * 15 // 16
