@@ -121,7 +121,7 @@ def test_outlier_channels(recipe, T, backend):
 
 def test_nan_stays_with_its_block():
     """ Catches: a NaN that codes lose, or that reaches rows and channels which share no scale with it. """
-    linear, twin = layer(FULL, "packed", outliers=True)
+    linear, twin = layer(only(FULL, [1, 6]), "packed", outliers=True)
     x, dy = randn(20, 21), randn(20, 19, seed=1)
     x[5, 3], x[:, 13], x[:, 14] = torch.nan, 2.0**-101, 0
     got, wanted = step(linear, x, dy), run(twin, x, dy)
@@ -148,7 +148,7 @@ SCALED, SQUARE = Operand(outer=TENSOR), Operand(block=(16, 16), outer=TENSOR)
 PER_TENSOR = Recipe(SCALED, SQUARE, SCALED, SQUARE, SCALED, SCALED, align=False)
 
 
-@pytest.mark.parametrize("recipe, T, outliers", [(FULL, 130, True), (PER_TENSOR, 20, False)])
+@pytest.mark.parametrize("recipe, T, outliers", [(FULL, 20, True), (PER_TENSOR, 20, False)])
 def test_native(recipe, T, outliers):
     """
     Catches: codes or scales of one operand read as another's, memory cut at the wrong byte, the scales of
@@ -189,7 +189,7 @@ def test_what_is_kept():
 
 def test_gradients_nobody_asked_for():
     """ Catches: an operand that is only made for one gradient, noise that changes with what is asked for. """
-    linear, _ = layer(only(BASE, [3, 5]), "emulate")
+    linear, _ = layer(only(BASE, [3]), "emulate")
     x, dy = randn(20, 21).to(DEVICE), randn(20, 19, seed=1).to(DEVICE)
     expected = run(linear, x, dy)
     linear.zero_grad()
@@ -205,7 +205,7 @@ def test_gradients_nobody_asked_for():
     assert not y.requires_grad and torch.equal(y, expected["y"])
 
 
-@pytest.mark.parametrize("recipe, backend, save", [(only(FULL, [4, 6]), "packed", True),
+@pytest.mark.parametrize("recipe, backend, save", [(only(FULL, [6]), "packed", True),
                                                    (only(BASE, [3]), "emulate", False)])
 def test_the_compiler_is_told_the_right_shapes(recipe, backend, save):
     """ Catches: shapes or types that the compiler plans with and the kernels do not return. """
@@ -225,7 +225,7 @@ def test_compiled_and_recomputed():
     frozen into a compiled program; and a forward pass that is run a second time, by activation
     checkpointing, with other noise than the first.
     """
-    linear, _ = layer(only(BASE, [3, 6]), "packed")
+    linear, _ = layer(only(BASE, [3]), "packed")
     x, dy = randn(20, 21), randn(20, 19, seed=1)
     expected = step(linear, x, dy)
     linear.zero_grad()
