@@ -31,7 +31,7 @@ what a recipe has around the linear, which QuantLinear calls.
 Letters used for shapes: T tokens, K input and N output features, C outlier channels.
 """
 import math
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -280,13 +280,13 @@ class Forms(NamedTuple):
     align_w: bool
 
 
-FORMS: dict[str, Forms] = {}        # back end and recipe, as text -> forms
+@cache
+def forms_of(backend: str, recipe: str) -> Forms:
+    """ Of a recipe as text: an operator takes no other object. """
+    r = from_json(recipe)
 
-
-def forms_of(backend: str, r: Recipe) -> Forms:
-    """ What a recipe means to a back end. """
     def form(side: Side, kept: bool) -> Form:
-        """ kept for the backward pass, or not """
+        """ kept says that it is what the backward pass needs of the forward pass. """
         coded = side.op and (backend == "native" or backend == "packed" and kept and not no_codes(side.op))
         return Form(side, codes.sign_bit(side.op) + 1 if coded else 0)
 
@@ -344,52 +344,46 @@ def native_problem(r: Recipe) -> str:
 def linear(backend: str, x: Tensor, w: Tensor, recipe: Recipe, channels: Tensor, counter: Tensor, layer: int,
            dtype: torch.dtype, save: bool) -> Tensor:
     """ quant.Backend.linear of one back end. """
-    return linear_op(x, w, channels, counter, layer, name_of(backend, recipe.text), save, dtype)[0]
-
-
-@torch.compiler.assume_constant_result
-def name_of(backend: str, recipe: str) -> str:
-    """ The name of a recipe's forms; torch.compile calls it while it reads the code above, and only then. """
-    name = f"{backend} {recipe}"
-    if name not in FORMS:
-        FORMS[name] = forms_of(backend, from_json(recipe))
-    return name
+    return linear_op(x, w, channels, counter, layer, backend, recipe.text, save, dtype)[0]
 
 
 @torch.library.custom_op("nvfp4::linear", mutates_args=())
-def linear_op(x: Tensor, w: Tensor, channels: Tensor, counter: Tensor, layer: int, forms: str, save: bool,
-              dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return forward(FORMS[forms], x, w, channels, counter, layer, save, dtype)
+def linear_op(x: Tensor, w: Tensor, channels: Tensor, counter: Tensor, layer: int, backend: str, recipe: str,
+              save: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return forward(forms_of(backend, recipe), x, w, channels, counter, layer, save, dtype)
 
 
 @linear_op.register_fake
-def _(x, w, channels, counter, layer, forms, save, dtype):
-    stored = for_backward(FORMS[forms], x, w, channels, save, dtype)
+def _(x, w, channels, counter, layer, backend, recipe, save, dtype):
+    stored = for_backward(forms_of(backend, recipe), x, w, channels, save, dtype)
     return x.new_empty(x.shape[0], w.shape[0], dtype=dtype), *(s.memory for s in stored)
 
 
 @torch.library.custom_op("nvfp4::linear_backward", mutates_args=())
 def linear_backward_op(dy: Tensor, q4: Tensor, q6: Tensor, x8_t: Tensor, channels: Tensor, counter: Tensor,
-                       layer: int, forms: str, need_dx: bool, need_dw: bool, K: int) -> tuple[Tensor, Tensor]:
-    return backward(FORMS[forms], dy, q4, q6, x8_t, channels, counter, layer, need_dx, need_dw, K)
+                       layer: int, backend: str, recipe: str, need_dx: bool, need_dw: bool,
+                       K: int) -> tuple[Tensor, Tensor]:
+    f = forms_of(backend, recipe)
+    return backward(f, dy, q4, q6, x8_t, channels, counter, layer, need_dx, need_dw, K)
 
 
 @linear_backward_op.register_fake
-def _(dy, q4, q6, x8_t, channels, counter, layer, forms, need_dx, need_dw, K):
+def _(dy, q4, q6, x8_t, channels, counter, layer, backend, recipe, need_dx, need_dw, K):
     (T, N), none = dy.shape, dy.new_empty(0)
     return dy.new_empty(T, K) if need_dx else none, dy.new_empty(N, K) if need_dw else none.clone()
 
 
 def _setup_context(ctx, inputs, output):
-    x, w, channels, counter, ctx.layer, ctx.forms, _, _ = inputs
+    x, w, channels, counter, ctx.layer, ctx.backend, ctx.recipe, _, _ = inputs
     ctx.dtypes, ctx.K = (x.dtype, w.dtype), x.shape[1]
     ctx.save_for_backward(*output[1:], channels, counter)
 
 
 def _backward(ctx, dy, *_):
     needed = ctx.needs_input_grad[:2]
-    grads = linear_backward_op(dy.contiguous(), *ctx.saved_tensors, ctx.layer, ctx.forms, *needed, ctx.K)
-    return *(g.to(kind) if need else None for g, kind, need in zip(grads, ctx.dtypes, needed)), *[None] * 6
+    grads = linear_backward_op(dy.contiguous(), *ctx.saved_tensors, ctx.layer, ctx.backend, ctx.recipe,
+                               *needed, ctx.K)
+    return *(g.to(kind) if need else None for g, kind, need in zip(grads, ctx.dtypes, needed)), *[None] * 7
 
 
 linear_op.register_autograd(_backward, setup_context=_setup_context)

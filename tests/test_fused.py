@@ -176,7 +176,7 @@ def test_what_is_kept():
     x, w, channels = torch.empty(128, 128), torch.empty(112, 128), torch.arange(0, 128, 4)
 
     def kept(recipe: Recipe, backend: str, save: bool = True) -> list[int]:
-        forms = fused.forms_of(backend, recipe)
+        forms = fused.forms_of(backend, recipe.text)
         stored = fused.for_backward(forms, x, w, channels, save, torch.bfloat16)
         return [s.memory.numel() * s.memory.element_size() * 8 for s in stored]
     coded = [128 * (112 * 4.5 + 32), 128 * 128 * 4.75, 32 * 128 * 8.25]
@@ -211,7 +211,7 @@ def test_the_compiler_is_told_the_right_shapes(recipe, backend, save):
     """ Catches: shapes or types that the compiler plans with and the kernels do not return. """
     x, w, dy = (randn(*shape).to(DEVICE) for shape in ((25, 32), (19, 32), (25, 19)))
     channels = CHANNELS[: 5 if recipe.outlier else 0].to(DEVICE)
-    at = channels, torch.zeros(4, dtype=torch.int64, device=DEVICE), 3, fused.name_of(backend, recipe.text)
+    at = channels, torch.zeros(4, dtype=torch.int64, device=DEVICE), 3, backend, recipe.text
     torch.library.opcheck(fused.linear_op, (x, w, *at, save, torch.bfloat16), test_utils="test_faketensor")
     if save:
         kept = fused.linear_op(x, w, *at, save, torch.float32)[1:]
