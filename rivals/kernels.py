@@ -16,13 +16,12 @@ from torch import Tensor
 
 from quant import Operand
 from rivals.rules import EDEN_ROOM, FIXED_SIGNS, NORMAL_GAIN, PASSES, QUEST_TOP
-from rounding import (DRAWS, INF_BITS, KERNELS, TINY, TURNS, Kernel, Side, binade, clip, in_pairs, inner_scale,
-                      inverse, load, log2, maximum_of_blocks, nan_unless_finite, nearest, noise_of, outer_scale,
-                      plan, rotate, round_in, sign_words, stochastic, store, times, to_float, to_nearest,
-                      with_sign)
+from rounding import (DRAWS, INF_BITS, KERNELS, TINY, TURNS, Kernel, Side, binade, clip, fresh, in_pairs,
+                      inner_scale, inverse, load, log2, maximum_of_blocks, nan_unless_finite, nearest,
+                      noise_of, outer_scale, plan, rotate, round_in, stochastic, store, times, to_float,
+                      to_nearest, with_sign)
 
-GAIN, TOP_OF_QUEST = tl.constexpr(NORMAL_GAIN), tl.constexpr(QUEST_TOP)
-FIXED = tl.constexpr(FIXED_SIGNS)
+TOP_OF_QUEST, FIXED = tl.constexpr(QUEST_TOP), tl.constexpr(FIXED_SIGNS)
 # 4/3 in float32, and what rule 3/4 multiplies its powers of two by when it rounds to nearest
 FOUR_THIRDS = tl.constexpr(torch.tensor(4 / 3).item())
 LONGER = tl.constexpr((torch.tensor(4 / 3) * NORMAL_GAIN).item())
@@ -222,7 +221,7 @@ def _across(v, level: tl.constexpr):
 def fixed(at, STREAM: tl.constexpr):
     """ Signs of the whole run: of the address they look at the seed alone. """
     zero = tl.zeros([1], tl.uint32)
-    return sign_words(at[0], zero, zero, zero + FIXED)
+    return fresh((at[0], zero, zero, zero), FIXED)
 
 
 for size in (2, 4, 8, 32, 64, 128):

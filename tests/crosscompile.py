@@ -125,11 +125,12 @@ def compile_here(job: Job) -> Compiled:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
         tool = Path(triton.knobs.nvidia.cuobjdump.path)
-        report, code = (subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout
-                        for command in ([tool, "-res-usage"], [tool.with_name("nvdisasm"), "-c"]))
+        report, code = (subprocess.run([*tool, path], capture_output=True, text=True, check=True).stdout
+                        for tool in ([tool, "-res-usage"], [tool.with_name("nvdisasm"), "-c"]))
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", code)
-    return Compiled(compiled.asm["ptx"], dict(Counter(names)), int(registers), int(stack), compiled.metadata.shared)
+    return Compiled(compiled.asm["ptx"], dict(Counter(names)), int(registers), int(stack),
+                    compiled.metadata.shared)
 
 
 if __name__ == "__main__":
