@@ -369,8 +369,8 @@ def linear_backward_op(dy: Tensor, q4: Tensor, q6: Tensor, x8_t: Tensor, channel
 
 @linear_backward_op.register_fake
 def _(dy, q4, q6, x8_t, channels, counter, layer, backend, recipe, need_dx, need_dw, K):
-    (T, N), none = dy.shape, dy.new_empty(0)
-    return dy.new_empty(T, K) if need_dx else none, dy.new_empty(N, K) if need_dw else none.clone()
+    T, N = dy.shape
+    return dy.new_empty((T, K) if need_dx else 0), dy.new_empty((N, K) if need_dw else 0)
 
 
 def _setup_context(ctx, inputs, output):
