@@ -5,7 +5,7 @@ rivals/rules.py.
     KERNELS  17/16, 4/6, eden, max; floor, quest, 3/4
     TURNS    rotations of 2, 4, 8, 32, 64 and 128 values
     DRAWS    fixed signs
-    and two passes around the linear: rotated (there and back) and trusted
+    PASSES   there and back: X and W rotated around the linear, with the mask of what is not clipped
 
 A rule here gets what rounding.py's own get: strips v, which times factor are the values, and so on.
 """
@@ -37,15 +37,15 @@ def four_over_six(v, amax, factor, largest, place, SIDE: tl.constexpr):
     six = inner_scale(amax, largest, outer, 6.0, False, SIDE)
     four = inner_scale(amax, largest, outer, 4.0, False, SIDE)
     _, inv_unit = _unit(amax)
-    better = (_error(v, four * outer, factor, inv_unit, place, SIDE)
-              < _error(v, six * outer, factor, inv_unit, place, SIDE))
+    better = (_error(v, four * outer, factor, inv_unit, SIDE)
+              < _error(v, six * outer, factor, inv_unit, SIDE))
     inner = tl.where(better, four, six)
     # rounded a third time: cheaper than to keep both sets of values in registers
     return round_in(v, inner * outer, factor, place, True, SIDE), inner, outer
 
 
 @triton.jit
-def _error(v, scale, factor, inv_unit, place, SIDE: tl.constexpr):
+def _error(v, scale, factor, inv_unit, SIDE: tl.constexpr):
     """ The squared error of blocks at this scale, in units of a power of two. """
     GRID: tl.constexpr = SIDE.grid
     squares, inv = (), inverse(scale) * factor
@@ -108,6 +108,7 @@ def three_quarters(v, amax, factor, largest, place, SIDE: tl.constexpr):
 
 @triton.jit
 def _floor(amax, SIDE: tl.constexpr):
+    """ 2^(floor(log2 amax) - floor(log2 grid max)), 0 for zeros. """
     inner = binade(tl.where(amax < TINY, 0.0, amax), 0.0) * 2.0 ** -log2(SIDE.grid.max)
     return nan_unless_finite(amax, inner)
 
