@@ -48,7 +48,7 @@ class Run:
     """ The folder of a run that trains; other processes are kept out until this one ends. """
 
     def __init__(self, cfg: Config, columns: tuple[str, ...]):
-        self.cfg, self.columns, self.folder = cfg, columns, in_full(cfg.out) / cfg.name
+        self.cfg, self.columns, self.folder = cfg, columns, Path(cfg.out).expanduser() / cfg.name
         self.last_good: Path | None = None      # the checkpoint that was loaded or written last
         self.wandb = None                       # of --wandb
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ class Onlooker(Run):
     """ What all ranks but the first have in the place of a Run: it finds, says and writes nothing. """
 
     def __init__(self, cfg: Config, columns: tuple[str, ...]):
-        self.folder, self.last_good, self.log = in_full(cfg.out) / cfg.name, None, nullcontext()
+        self.folder, self.last_good, self.log = Path(cfg.out).expanduser() / cfg.name, None, nullcontext()
 
     def say(self, *_):
         return None

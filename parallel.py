@@ -55,7 +55,7 @@ SHARED = (ConfigError, FloatingPointError, KeyboardInterrupt)
 def start(cfg: Config, device: torch.device) -> "Ranks":
     """ Meet the other ranks. ConfigError, on all of them, if the run cannot be shared. """
     no_other_launcher()
-    if world_size() == 1:
+    if not launched() or world_size() == 1:
         return ALONE
     check_shares(cfg, world_size())
     need(device.type in ("cpu", "cuda"),
