@@ -20,7 +20,7 @@ from torch import Tensor
 
 from noise import random_signs
 from quant import (AROUND, GRIDS, RULES, SIGNS, TINY, Around, Grid, Operand, QuantLinear, Rule, binade,
-                   from_blocks, hadamard, outer_max, over, round_blocks, round_in, round_to_grid, to_blocks)
+                   from_blocks, hadamard, over, round_blocks, round_in, round_to_grid, to_blocks)
 
 # -----------------------------------------------------------------------------
 # grids and signs
