@@ -125,7 +125,8 @@ def compile_here(job: Job) -> Compiled:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
         tool = Path(triton.knobs.nvidia.cuobjdump.path)
-        report, code = (subprocess.run([*tool, path], capture_output=True, text=True, check=True).stdout
+        # Triton 3.6 brings a disassembler that does not know sm_103
+        report, code = (subprocess.run([*tool, path], capture_output=True, text=True).stdout
                         for tool in ([tool, "-res-usage"], [tool.with_name("nvdisasm"), "-c"]))
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", code)
