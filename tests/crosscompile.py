@@ -3,7 +3,7 @@ Compiles Triton kernels for GPUs that are not here, and tells what came out: the
 
 The tests run kernels in Triton's interpreter where there is no GPU, and a process that interprets cannot
 compile. So the work is done by this file run as a program: compile_many() starts it once for a list of jobs,
-which travel as JSON, and compile_for() is a list of one. A job says what the kernel is called with, or names
+which travel as JSON. A job says what the kernel is called with, or names
 a function that calls it: arguments like NamedTuples are no JSON, and options then are those of the launch.
 """
 import importlib
@@ -60,10 +60,6 @@ class Compiled:
     @property
     def mma(self) -> set[str]:
         return set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.[\w:.]+", self.ptx))
-
-
-def compile_for(kernel: str, signature: dict, constexprs: dict, arch: int, **options) -> Compiled:
-    return compile_many([Job(kernel, signature, constexprs, arch, options)])[0]
 
 
 def compile_many(jobs: list[Job], triton: str = "") -> list[Compiled]:
