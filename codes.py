@@ -51,7 +51,7 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """ The values, float32 (M, K). """
-        blocks = to_blocks(grid_value(self.code, self.operand), self.operand)
+        blocks = to_blocks(grid_number(self.code, self.operand), self.operand)
         return from_blocks(blocks * self.scale()[:, :, None], self.code.shape, self.operand)
 
     def bits_per_value(self) -> float:
@@ -91,7 +91,7 @@ def sign_bit(op: Operand) -> int:
     return binades.bit_length() + grid.mbits
 
 
-def grid_value(code: Tensor, op: Operand) -> Tensor:
+def grid_number(code: Tensor, op: Operand) -> Tensor:
     """ Codes with their sign -> the numbers of the grid that they name, float32. """
     bit = sign_bit(op)
     magnitude = decode(code & (1 << bit) - 1, GRIDS[op.grid])

@@ -6,12 +6,12 @@ threshold, and each stops it in another place:
 
     qema    in the forward pass. The weight moves on freely, but which of its two neighbours it rounds to is
             decided by a slow average of it, which does not tremble
-    freeze  in the weight. What has turned back too often is put on one grid value and stays there
-    dampen  in the loss. A penalty draws each weight towards the grid value that it rounds to
+    freeze  in the weight. What has turned back too often is put on one grid number and stays there
+    dampen  in the loss. A penalty draws each weight towards the grid number that it rounds to
 
 They were made for other formats: the first for MXFP4, the other two for integers whose scale is learned.
 Here a block's scale is made from its largest weight at every step, so "the integer" becomes the code, its
-place among the grid values, and "the range" becomes the outermost grid values times the scale. One thing that
+place in the grid, and "the range" becomes the outermost grid numbers times the scale. One thing that
 a fixed scale allows is impossible: the weight that holds the scale, the largest of its block, cannot be
 rounded to less than what it holds the scale with. Wherever a remedy wants that, or anything else that would
 move a scale, it is refused and counted, as a reset in osci.py is.
@@ -38,7 +38,7 @@ import math
 import torch
 from torch import Tensor
 
-from codes import E2M1, Quantized, encode, grid_value
+from codes import E2M1, Quantized, encode, grid_number
 from config import need
 from noise import random_words
 from osci import (NEAR, REMEDIES, OsciReset, dealt, distance, full_scale, level, max_in_block, reset,
@@ -54,7 +54,7 @@ class Watch(OsciReset):
     """ watch: tracks every weight, and resets none. """
     COLUMNS = (*OsciReset.COLUMNS, "osci_found")
     KNOBS = tuple(knob for knob in OsciReset.KNOBS if knob != "osci_track")
-    SAYS = "OsciReset would have put {found:,} weights back on their grid values"
+    SAYS = "OsciReset would have put {found:,} weights back on their grid numbers"
 
     def __init__(self, layers: dict[str, QuantLinear], cfg):
         super().__init__(layers, cfg)
@@ -113,7 +113,7 @@ class QEma(EveryStep):
         average <- decay * average + (1 - decay) * w      after each step, from w as it was after step `start`
 
     Q2 itself stays what it is. The forward pass gives it another matrix in the place of the weight, the
-    stand-in: it is the weight, but where the average decides for the other neighbour it is that grid value.
+    stand-in: it is the weight, but where the average decides for the other neighbour it is that grid number.
     The gradient goes to the weight, at the value that the forward pass rounded to, as it always does. It
     costs 8 bytes for each weight, and a rounding or three in each step.
 
@@ -172,7 +172,7 @@ def ema_code(w: Tensor, mean: Tensor, q: Quantized) -> Tensor:
     """
     What Q-EMA rounds w to, at the scales of q: codes (N, K), uint8.
 
-    Of the two grid values around w, the one that is nearer to mean; half-way between them, the even code.
+    Of the two grid numbers around w, the one that is nearer to mean; half-way between them, the even code.
     That is mean, moved into the interval between the two, rounded to nearest.
     """
     scale = full_scale(q)
@@ -195,7 +195,7 @@ def stand_in(w: Tensor, q: Quantized, code: Tensor) -> tuple[Tensor, Tensor]:
           q     its rounding to nearest
           code  (N, K), each at most one place from q's: those of ema_code()
 
-    It is w where the codes agree already, and else the grid value, which is far from every threshold. A code
+    It is w where the codes agree already, and else the grid number, which is far from every threshold. A code
     is refused, and stays that of q, in the largest weight of a block if it is lower than q's: the block would
     lose its scale; and where safe_to_write() finds that another code or a scale would move.
     """
@@ -203,7 +203,7 @@ def stand_in(w: Tensor, q: Quantized, code: Tensor) -> tuple[Tensor, Tensor]:
     mag, differs = w.abs(), code != q.code
     largest = max_in_block(mag, rows, columns)
     differs &= ~((mag == largest) & (code < q.code))
-    value = grid_value(code & 7, q.operand) * full_scale(q)
+    value = grid_number(code & 7, q.operand) * full_scale(q)
     # 6 may lie beyond the largest weight of the block, which itself rounds to 6: then that one's magnitude
     # will do, and nothing that a scale is made from becomes larger
     value = torch.where(max_in_block(q.code & 7, rows, columns) == 7, torch.minimum(value, largest), value)
@@ -238,9 +238,9 @@ REMEDIES["qema"] = QEma
 
 class Freeze(EveryStep):
     """
-    Freeze: a weight that has turned back too often is put on one grid value, and stays there.
+    Freeze: a weight that has turned back too often is put on one grid number, and stays there.
 
-    After each step, with i the place of a weight's code among the grid values, -7 to 7:
+    After each step, with i the place of a weight's code among the grid numbers, -7 to 7:
 
         o = 1 if i changed, in the direction opposite to its last change, else 0
         often <- MOMENTUM * o + (1 - MOMENTUM) * often
@@ -248,7 +248,7 @@ class Freeze(EveryStep):
         average <- MOMENTUM * i + (1 - MOMENTUM) * average
 
     The threshold falls from FIRST to --osci_threshold at the end of training, so that the worst are frozen
-    first. A frozen weight is written back after each step: grid value times the scale that its block has
+    first. A frozen weight is written back after each step: grid number times the scale that its block has
     then. So it follows the scale, and its code is what is frozen. Adam's moments go on. It costs 12 bytes a
     weight.
 
@@ -309,7 +309,7 @@ class Freeze(EveryStep):
         mask = layer.freeze_frozen & ~(holds_scale & (code != q.code))
         if layer.split:
             mask = mask.index_fill(1, layer.channels, False)
-        return write(layer, w, q, grid_value(code, q.operand) * full_scale(q), code, mask)
+        return write(layer, w, q, grid_number(code, q.operand) * full_scale(q), code, mask)
 
 
 REMEDIES["freeze"] = Freeze
@@ -320,7 +320,7 @@ REMEDIES["freeze"] = Freeze
 
 class Dampen(EveryStep):
     """
-    Dampen: a penalty that draws each weight towards the grid value that it rounds to.
+    Dampen: a penalty that draws each weight towards the grid number that it rounds to.
 
         loss += strength * sum over layers and weights of (stopgrad(Q(w)) - clip(w, -6 scale, 6 scale))^2
 
@@ -394,7 +394,7 @@ class Edge(OsciReset):
     """ edge: at the last step of a window, resets what lies within EDGE of a threshold. It keeps nothing. """
     COLUMNS = ("osci_reset", "osci_refused", "osci_near_share", "osci_reset_share")
     KNOBS = ("osci_start", "osci_period", "osci_window")
-    SAYS = "{reset:,} weights ({reset_share:.2%}) at the edge of a threshold were put on their grid values"
+    SAYS = "{reset:,} weights ({reset_share:.2%}) at the edge of a threshold were put on their grid numbers"
     SEEN = ""
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ What the recipes of other papers need beyond quant.py, put into its open tables.
     RULES   17/16, 4/6, eden for E4M3 scales; floor, quest, 3/4 for powers of two; max: one in all
     AROUND  rotate 32 none, and other sizes; trust: Quartet's forward pass
 
-A rule gets blocks (R, B, n), one row of n values for each block, and returns grid values (R, B, n),
+A rule gets blocks (R, B, n), one row of n values for each block, and returns grid numbers (R, B, n),
 inner scales and outer scales (R, B, 1). What a squared error or a root mean square is taken of is
 first divided by a power of two, so that no square leaves float32.
 """
@@ -125,7 +125,7 @@ RULES["max"] = Rule(one_in_all, scales="mantissa")
 # -----------------------------------------------------------------------------
 # rules for scales that are powers of two; "up" of quant.py is TetraJet v1's
 
-QUEST_TOP = 2.92247856      # the root mean squares that the largest grid value stands for
+QUEST_TOP = 2.92247856      # the root mean squares that the largest grid number stands for
 NORMAL_GAIN = 1.009276      # makes up for what rounding shortens
 
 

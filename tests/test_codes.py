@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rivals    # noqa: F401  its grids have codes too
-from codes import (Quantized, decode, encode, grid_value, pack, quantize, scale_byte, scale_value, sign_bit,
+from codes import (Quantized, decode, encode, grid_number, pack, quantize, scale_byte, scale_value, sign_bit,
                    unpack)
 from quant import GRIDS, TENSOR, Operand, fake_quantize
 from recipes import MXFP8, NEAREST
@@ -40,7 +40,7 @@ def test_the_sign_is_in_front(grid, size):
     top = int(encode(torch.tensor(GRIDS[grid].max), GRIDS[grid]))
     assert sign_bit(op) == size - 1 and 2 ** (size - 2) <= top < 2 ** (size - 1)
     code = torch.tensor([0, 1, top, 1 << size - 1, 1 << size - 1 | 1, 1 << size - 1 | top], dtype=torch.uint8)
-    value = grid_value(code, op)
+    value = grid_number(code, op)
     assert value.tolist() == [0, value[1], GRIDS[grid].max, 0, -value[1], -GRIDS[grid].max] and value[1] > 0
     assert value.signbit().tolist() == [False] * 3 + [True] * 3
 

@@ -17,7 +17,7 @@ import osci
 import quant
 import rivals    # noqa: F401  rules of other papers round here too
 from checkpoint import fill
-from codes import E4M3, decode, grid_value, quantize
+from codes import E4M3, decode, grid_number, quantize
 from noise import Counter
 from osci import REMEDIES, STATE, THRESHOLDS
 from quant import TENSOR, Backend, Operand, QuantLinear, Recipe, fake_quantize
@@ -237,7 +237,7 @@ def test_the_nearest_of_each_row_are_tracked():
 
 def test_the_choice_is_not_skewed():
     """
-    Catches: the released score, a distance to the grid value that takes it for the middle of what rounds to
+    Catches: the released score, a distance to the grid number that takes it for the middle of what rounds to
     it. On Gaussian weights the tracked ones must spread over the thresholds as all weights near them do.
     """
     w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
@@ -259,7 +259,7 @@ def test_the_choice_is_not_skewed():
     assert abs(below - 0.5) < error
 
     # the released rule, for comparison: four fifths of what it tracks rounds to 2 or 4
-    value = grid_value(q.code, q.operand).abs()
+    value = grid_number(q.code, q.operand).abs()
     width = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.5, 2.0])
     score = (y - value).abs() / width[q.code.long() & 7]
     released = score >= score.flatten().topk(n).values[-1]
@@ -406,7 +406,7 @@ def test_a_bad_block_does_not_stop_the_others():
     mask = torch.zeros_like(w, dtype=torch.bool)
     mask[:, ::8] = True
     mask &= w.abs() < w.abs().max()
-    assert grid_value(q.code, q.operand)[7, 40] == 4.0 and mask[7, 40]
+    assert grid_number(q.code, q.operand)[7, 40] == 4.0 and mask[7, 40]
     done = osci.reset(layer, weight.clone(), q, mask)
     assert not done[7, 32:48].any() and done.sum() == mask.sum() - 2
 

@@ -41,7 +41,7 @@ def block(*ys, last=6.0):
     (1.20, -7.0, 1.0), (-1.20, 7.0, -1.0),         # a mean on the other side of zero
     (-1.20, -1.26, -1.5), (-1.20, -1.24, -1.0),
     (0.1, 0.3, 0.5), (0.4, -0.4, 0.0), (4.4, 5.1, 6.0), (4.9, 5.1, 6.0), (5.1, 4.9, 4.0),
-    (1.5, 9.0, 1.5), (3.0, -9.0, 3.0),             # on a grid value there is no other neighbour
+    (1.5, 9.0, 1.5), (3.0, -9.0, 3.0),             # on a grid number there is no other neighbour
     (1.2, 1.25, 1.0), (1.6, 1.75, 2.0), (2.9, 2.5, 2.0), (3.1, 3.5, 4.0), (5.9, 5.0, 4.0),    # ties: even
 ])
 def test_which_neighbour(y, mean, expected):
@@ -52,7 +52,7 @@ def test_which_neighbour(y, mean, expected):
 
 
 def by_hand(w, mean, q):
-    """ The definition in float64: (N, K) grid values in code units, without sign; which were clear. """
+    """ The definition in float64: (N, K) grid numbers in code units, without sign; which were clear. """
     scale = full_scale(q).double()
     y = torch.where(scale > 2.0**-127, w.double().abs() / scale, 0.0)
     y_mean = torch.where(scale > 2.0**-127, mean.double() * torch.where(w < 0, -1, 1) / scale, 0.0)

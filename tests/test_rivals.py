@@ -11,7 +11,7 @@ from torch import Tensor
 import quant
 import rivals
 from build import only
-from codes import decode, grid_value, quantize
+from codes import decode, grid_number, quantize
 from noise import SIGN_STREAMS, Counter, random_signs, uniform
 from quant import GRIDS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard, round_to_grid
 from recipes import RECIPES, from_json, to_json
@@ -125,7 +125,7 @@ def test_fp8_has_one_scale_and_two_formats(monkeypatch):
     seen = multiplied(monkeypatch, RECIPES["fp8"])
     for operand, grid, original in (("x", "e4m3", randn(T, K)), ("w", "e4m3", randn(N, K, seed=10)),
                                     ("dy", "e5m2", randn(T, N, seed=1))):
-        # the largest value is exact but for the rounding of the scale, and the others are grid values
+        # the largest value is exact but for the rounding of the scale, and the others are grid numbers
         largest = original.abs().max()
         assert abs(seen[operand].abs().max() / largest - 1) < 2.0**-22
         scale = (largest / GRIDS[grid].max).double()
@@ -327,12 +327,12 @@ def test_three_quarters_is_unbiased_and_clips_nothing():
     scale = torch.exp2(x.unflatten(1, (-1, 32)).abs().amax(2).log2().floor() - 2)
     q = quantize(x, op, torch.zeros_like(x))
     assert torch.equal(q.scale(), scale * torch.tensor(4 / 3)) and q.outer.shape == ()
-    # the grid values are those of 3/4 x, exactly
+    # the grid numbers are those of 3/4 x, exactly
     noise = uniform((64, 64), Counter(1).state, 0, 3)
     y = 0.75 * x / scale.repeat_interleave(32, 1)
     assert y.abs().max() < 6
     codes = quantize(x, op, noise).code
-    assert torch.equal(grid_value(codes, op), round_to_grid(y, GRIDS["e2m1"], noise))
+    assert torch.equal(grid_number(codes, op), round_to_grid(y, GRIDS["e2m1"], noise))
     assert (quantize(x.clamp(-3, 3) * 2.0**-102, op, noise).code & 7 == 0).all()
     n = 4000
     rows = x[:4].repeat(n, 1)
@@ -354,7 +354,7 @@ def test_v4_makes_up_for_what_rounding_shortens():
     assert abs(shortened - 1 / 1.0095) < 0.0006
     q = quantize(x, op)
     plain = round_to_grid(x / q.scale().repeat_interleave(32, 1) * 1.009276, GRIDS["e2m1"])
-    assert (grid_value(q.code, op) == plain).float().mean() > 0.9999
+    assert (grid_number(q.code, op) == plain).float().mean() > 0.9999
 
 
 # -----------------------------------------------------------------------------

@@ -414,7 +414,7 @@ def _divide_kernel(a_ptr, b_ptr, over_ptr, reciprocal_ptr, quotient_ptr, NUMBER:
     tl.store(quotient_ptr + i, rounding.divide(a, b, rounding.reciprocal(b)))
 
 
-# the grid values and scales that largest magnitudes are mapped to, by any rule
+# the grid numbers and scales that largest magnitudes are mapped to, by any rule
 NUMBERS = sorted({grid.max * kernel.top for grid in GRIDS.values() for kernel in rounding.KERNELS.values()
                   if grid.max < 2**100} | {4.0, 256.0})
 
