@@ -185,19 +185,16 @@ def round_blocks(blocks: Tensor, op: Operand, noise: Tensor | None, up: bool = F
     top, reach = top or GRIDS[op.grid].max, reach or scales.max
     amax = blocks.abs().amax(-1, keepdim=True)                      # (R, B, 1)
     largest = outer_max(amax, op)
-    outer = outer_scale(largest, op, top, reach) if outer is None else outer
-    amax = torch.where(largest < TINY, 0.0, amax)
-    inner = round_to_grid(over(amax / outer, top), scales, up=up)
+    zero = largest < TINY
+    if outer is None:
+        outer = over(over(largest, reach), top) if op.outer else torch.ones_like(amax)
+        # 1 over zeros, and NaN over a NaN or Inf, so that all values under this scale become NaN
+        outer = torch.where(zero, 1.0, torch.where(largest.isfinite(), outer, math.nan))
+    inner = round_to_grid(over(torch.where(zero, 0.0, amax) / outer, top), scales, up=up)
     if noise is not None:
         # at least the smallest scale above zero, since to make small numbers zero would be a bias
         inner = inner.clamp(min=2.0 ** (scales.emin - scales.mbits))
     return round_in(blocks, inner * outer, op, noise), inner, outer
-
-
-def outer_scale(largest: Tensor, op: Operand, top: float, reach: float) -> Tensor:
-    """ The largest magnitudes under outer scales -> these scales; 1 over zeros, NaN over a NaN or Inf. """
-    outer = over(over(largest, reach), top) if op.outer else torch.ones_like(largest)
-    return torch.where(largest < TINY, 1.0, torch.where(largest.isfinite(), outer, math.nan))
 
 
 def outer_max(amax: Tensor, op: Operand) -> Tensor:
