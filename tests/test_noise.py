@@ -72,7 +72,7 @@ def test_uniform_is_addressed_by_row_and_column(shape):
 
 
 def test_uniform_is_uniform():
-    """ Catches 1.0 (it would round grid numbers up), a level that never comes, and a mean that is not half. """
+    """ Catches 1.0 (it would round grid numbers up), a level that never comes, a mean that is not half. """
     n = 1 << 19
     u = uniform((n >> 10, 1 << 10), address(3), 2, 6).flatten().double()
     assert u.min() == 0 and u.max() == 1 - 2.0**-16
