@@ -33,6 +33,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import zlib
 from bisect import bisect_right
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -508,6 +509,8 @@ def pieces(path: Path):
                     if text:
                         yield opens, text
                         opens = False
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{path}: damaged or incomplete ({error}); get it again") from None
         except UnicodeDecodeError:
             with opener(path, "rb") as raw:
                 bad = next(n for n, line in enumerate(raw, 1)

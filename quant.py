@@ -431,7 +431,7 @@ class QuantLinear(nn.Linear):
     """
     nn.Linear whose three products follow a recipe.
 
-    layer, counter  address of its random numbers. Without a counter it draws a seed and counts its forward
+    layer, counter  address of its random numbers. Without a counter it draws one, and counts its forward
                     passes itself. Such a layer does not go with recomputation, where a second forward pass
                     would count on and draw other noise
     outliers        how many input channels OutControl may keep in recipe.outlier's format
@@ -495,7 +495,8 @@ class QuantLinear(nn.Linear):
 
 
 def own_counter(device) -> Counter:
-    return Counter(int(torch.randint(2**31, (), device="cpu")), device=device or "cpu")
+    """ A counter with a rank of its own; seed 0, so that signs which a whole run shares are shared here too. """
+    return Counter(0, rank=int(torch.randint(2**31, (), device="cpu")), device=device or "cpu")
 
 
 # -----------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def rotate(x: Tensor, w: Tensor, linear, layer: QuantLinear, size: int, signs: s
     X and W rotated along K, so that Q4 and Q6 may start from what was rounded in between. Where "trust"
     follows, it is seen to here, so that on a GPU the two are one pass.
     """
-    r, turn = layer.recipe, SIGNS[signs](size, layer.counter.state, layer.layer, 0)
+    r, turn = layer.recipe, SIGNS[signs](size, layer.counter.state.to(x.device), layer.layer, 0)
     ops = (r.y_x, r.y_w) if "trust" in r.around else (None, None)
     return linear(turned(x, turn, ops[0]), turned(w, turn, ops[1]))
 

@@ -512,6 +512,15 @@ def test_records_by_any_name(tmp_path):
     assert list(data.pieces(tmp_path / "packed.txt")) == [(True, "text")]
 
 
+@pytest.mark.parametrize("spoil", (lambda raw: raw[:-9], lambda raw: raw[:20] + b"XXXX" + raw[24:]))
+def test_a_damaged_gz_is_told(tmp_path, spoil):
+    """ Catches a traceback, and a line that blames the folder that is written. """
+    raw = gzip.compress(b"one line of text\n" * 3000)
+    (tmp_path / "a.txt.gz").write_bytes(spoil(raw))
+    with pytest.raises(DataError, match="a.txt.gz: damaged or incomplete .*; get it again"):
+        list(data.pieces(tmp_path / "a.txt.gz"))
+
+
 @pytest.mark.parametrize("piece", [20, 1 << 20])
 def test_typed_ends_of_text_split_documents(tmp_path, monkeypatch, capsys, piece):
     """ Catches marks that become text, as between the tales of TinyStories, where they were 24% of all. """

@@ -97,6 +97,13 @@ def test_a_run_is_evaluated_with_what_is_here(straight, tmp_path, ask):  # noqa:
     assert ask(there) == ask(straight)
 
 
+def test_other_data_is_told(straight, tmp_path, ask, capsys):  # noqa: F811
+    """ Catches: a loss on data that took the place of the run's own, printed as if it were the run's. """
+    spoilt = change(straight, tmp_path, lambda state: state.update(data=state["data"] + "x"))
+    assert evaluation.main([str(spoilt), "--device=cpu"]) == 0
+    assert "note: this is other data than in training" in capsys.readouterr().err
+
+
 def test_text_is_written_by_the_recipe_of_the_checkpoint(straight, tmp_path, ask, monkeypatch):  # noqa: F811
     """ Catches: a recipe edited since, whose forward is not the one that was trained. """
     before = ask(straight)

@@ -112,6 +112,8 @@ def cells(markdown: str) -> list[list[str]]:
     ("# nothing\n", "lists no runs"),
     ("a | | 1\nb | --recipe=nvfp5 | 1", "list.txt:2: recipe = 'nvfp5' is unknown; did you mean nvfp4?"),
     ("a | | 1\nb | --recipe=fp8 --osci=reset | 1", "type --osci=off"),
+    ("a | --recipe=bf16 --osci=resett | 1", "did you mean reset?"),
+    ("a | | ²", "seeds are different whole numbers"),
 ])
 def test_a_typo_costs_nothing(place, capsys, text, says):
     """ Catches: a list whose first runs train for hours before the last one turns out to be mistyped. """
@@ -266,6 +268,7 @@ def test_what_is_not_the_last_validation_loss_is_not_taken_for_it(run, text):
 
 @pytest.mark.parametrize("before, status, says", [
     ('{"steps": 5, "lr": 0.5, "name": "a-s1"}', "failed", "a run with lr=0.5; give the line another name"),
+    ('{"steps": 5, "data": "other"}', "failed", "a run with data='other'; give the line another name"),
     ('{"steps": 5, "micro_batch": 2, "gone": 1}', "done", "")])
 def test_numbers_of_other_settings_are_not_those_of_the_list(run, before, status, says):
     """ Catches: a list that was edited, and whose rows then show old numbers beside new flags. """

@@ -138,7 +138,7 @@ def test_ten_plus_ten_is_twenty(go, flags):
     """
     whole, _ = go("whole", *flags)
     stopped, printed = go("resumed", *flags, "--stop_at=10", "--log_every=3", "--save_every=4")
-    assert "stopped at step 10; the same command goes on from" in printed
+    assert "stopped at step 10; the same command without --stop_at goes on from" in printed
     state = last_state(stopped)
     if "--shuffle=7" in flags:
         assert {"osci_w", "channel_norms"} <= {name.split(".")[-1] for name in state["model"]}
@@ -207,6 +207,12 @@ def test_a_signal_ends_the_run_after_the_step(go, straight, monkeypatch, name, c
         go("r", *FULL)
         assert_same(learned(last_state(straight)), learned(last_state(folder)))
         assert timeless(straight) == timeless(folder)
+
+
+def test_what_to_type_deletes_nothing(go):
+    """ Catches: advice to type the same command again, --overwrite and all: it would begin anew. """
+    _, printed = go("r", "--recipe=bf16", "--overwrite", "--stop_at=3")
+    assert "the same command without --overwrite and --stop_at goes on from" in printed
 
 
 def test_a_second_ctrl_c_ends_at_once(go, monkeypatch):

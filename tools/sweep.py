@@ -99,7 +99,7 @@ def read_line(cells: list[str], common: list[str], out: str) -> list[Run]:
     need(len(cells) == 3, LINE)
     name, own, seeds = cells[0], shlex.split(cells[1]), cells[2].split()
     need(re.fullmatch(r"\w[\w.+-]*", name), f"{name!r} names a folder: type letters, digits and . _ + -")
-    need(seeds and all(map(str.isdigit, seeds)) and len(set(map(int, seeds))) == len(seeds),
+    need(seeds and all(map(str.isdecimal, seeds)) and len(set(map(int, seeds))) == len(seeds),
          f"seeds are different whole numbers with spaces between, such as 1 2 3, not {cells[2]!r}")
     # a flag of the line replaces that of the line `all`
     given = {arg.split("=")[0] for arg in own if arg.startswith("--")}
@@ -109,9 +109,8 @@ def read_line(cells: list[str], common: list[str], out: str) -> list[Run]:
         need(not arg.startswith("--") or knob not in SET_HERE, f"--{knob} is set here; take it out")
     args = [[*flags, f"--out={out}", f"--name={name}-s{seed}", f"--seed={seed}"] for seed in seeds]
     runs = [Run(name, int(seed), flags, a, parse(a)) for seed, a in zip(seeds, args)]
-    if runs[0].cfg.recipe != "bf16":
-        from build import recipe_of     # here alone, since PyTorch takes seconds to import
-        recipe_of(runs[0].cfg)
+    from build import recipe_of         # here alone, since PyTorch takes seconds to import
+    recipe_of(runs[0].cfg)
     return runs
 
 
@@ -126,7 +125,7 @@ def look(run: Run):
     if run.values:
         before = json.loads((run.folder / "config.json").read_text())
         differ = [f"{knob}={before[knob]!r}" for knob, value in asdict(run.cfg).items()
-                  if knob not in FREE and before.get(knob, value) != value]
+                  if knob not in FREE - {"data"} and before.get(knob, value) != value]
         if differ:
             run.values, run.status = {}, "failed"
             run.error = f"{run.folder} holds a run with {', '.join(differ)}; give the line another name"
