@@ -53,6 +53,8 @@ def build(cfg: Config, ids: int, device: torch.device, recipe: Recipe | None = N
     vocab = cfg.vocab_size or -(-ids // 128) * 128
     need(vocab >= ids, f"vocab_size = {vocab}, but the data has {ids} ids; type --vocab_size=0")
     recipe, layers = recipe or recipe_of(cfg), {}
+    need(cfg.osci in REMEDIES, f"osci = {cfg.osci!r} is unknown here. If a file of yours enters it, import "
+         "that file in rivals/__init__.py")
     backend, counter = pick_backend(cfg, device, recipe), Counter(cfg.seed, ranks.rank, device)
 
     def make_linear(in_features: int, out_features: int, name: str) -> nn.Module:
@@ -154,7 +156,9 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     if cfg.backend == "reference" or cfg.backend == "auto" and device.type != "cuda":
         return "reference"              # on a CPU kernels are only interpreted, which is for tests
     name, missing = cfg.backend, enter_kernels(device)
-    need(name in ("auto", *BACKENDS), f"backend = {name!r}: {missing or did_you_mean(name, BACKENDS)}")
+    known = dict.fromkeys(("auto", *BACKENDS, "packed", "emulate", "native"))
+    need(name in known, f"backend = {name!r} is unknown; {did_you_mean(name, known)}")
+    need(name in ("auto", *BACKENDS), f"backend = {name!r}: {missing}; type --backend=auto")
     if not any(recipe.operands):
         return "reference"
     recipes = [recipe, only(recipe, [3, 4, 5, 6])] if cfg.bf16_forward else [recipe]

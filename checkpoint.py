@@ -285,10 +285,12 @@ def fill(net: Net, state: dict):
             # what a layer keeps in a window only is a buffer that is None outside
             if buffer is None and f"{prefix}.{name}" in saved:
                 setattr(module, name, torch.empty_like(saved[f"{prefix}.{name}"], device=device))
-    there, here = ({name: (t.shape, t.dtype) for name, t in side.items()}
+    there, here = ({name: f"{list(t.shape)} {t.dtype}" for name, t in side.items()}
                    for side in (saved, net.model.state_dict()))
-    wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    need(not wrong, f"the checkpoint does not fit this model: {', '.join(wrong[:1])} differs")
+    for name in {**here, **there}:
+        a, b = there.get(name, "missing"), here.get(name, "missing")
+        need(a == b, f"the checkpoint does not fit this model: {name} is {a} there and {b} here; type the "
+             "sizes that its config.json has")
     load_model(net.model, saved)
 
 

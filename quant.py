@@ -495,7 +495,7 @@ class QuantLinear(nn.Linear):
 
 
 def own_counter(device) -> Counter:
-    """ A counter with a rank of its own, and seed 0: the signs that a whole run shares are shared here too. """
+    """ A counter with a rank of its own, and seed 0: signs that a whole run shares are shared here too. """
     return Counter(0, rank=int(torch.randint(2**31, (), device="cpu")), device=device or "cpu")
 
 

@@ -150,7 +150,7 @@ def test_config_needs_nothing_but_python():
     ("--eval_tokens=100", "less than a sequence"), ("--bf16_forward=1", "leaves no step"),
     ("--bf16_forward=0.5 --osci=reset", "leave one of the two out"),
     # runs that would start and then never do what they were asked for: the window has 30 of 600 steps
-    ("--osci=reset --osci_period=0.05", "osci_window (30 steps) fills osci_period (30 steps)"),
+    ("--osci=reset --osci_period=0.05", "come to 30 and 30 steps, which leaves no step between"),
     ("--osci=reset --osci_start=0.95", "osci_start + osci_window (570 + 30 steps) must be less"),
     ("--outlier_frac=.1 --outlier_start=0.99", "outlier_start + outlier_window (594 + 18 steps)"),
     ("--outlier_frac=.1 --outlier_log=0.02", "(18 steps) is longer than outlier_log (12 steps)"),
