@@ -564,9 +564,9 @@ def free():
 
 
 def read_shapes(text: str) -> list[tuple[int, ...]]:
-    shapes = [tuple(int(n) for n in shape.split("x")) for shape in text.split(",")]
-    if any(len(shape) != 3 or min(shape) <= 0 or any(n % 16 for n in shape) for shape in shapes):
-        raise ValueError
+    shapes = [tuple(int(n) if n.isdecimal() else 0 for n in shape.split("x")) for shape in text.split(",")]
+    if any(len(shape) != 3 or min(shape) == 0 or any(n % 16 for n in shape) for shape in shapes):
+        raise argparse.ArgumentTypeError(f"type TxKxN,... in multiples of 16, not {text!r}")
     return shapes
 
 

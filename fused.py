@@ -152,7 +152,7 @@ class Form(NamedTuple):
     bits: int
 
     def shapes(self, rows: int, columns: int) -> list[tuple[int, ...]]:
-        """ Of codes, inner and outer scales. A row of codes is filled up to a multiple of 16. """
+        """ The shapes of codes, inner and outer scales. A row of codes is filled up to a multiple of 16. """
         op, columns = self.side.op, up(up(columns, self.side.rotate), 16)
         down = -(-rows // op.block[0])
         shapes = [(rows, columns * self.bits // 8), (down, -(-columns // op.block[1]))]
@@ -265,7 +265,7 @@ def up(n: int, multiple: int) -> int:
 
 
 class Forms(NamedTuple):
-    """ Of Q1 to Q6, and of outlier channels; and whether Q6 and Q4 start from the rounded X and W. """
+    """ The Form of each operand and of outlier channels, and whether Q6, Q4 start from rounded X, W. """
     q1: Form
     q2: Form
     q3: Form
@@ -282,7 +282,7 @@ class Forms(NamedTuple):
 
 @cache
 def forms_of(backend: str, recipe: str) -> Forms:
-    """ Of a recipe as text: an operator takes no other object. """
+    """ The Forms of a recipe that is given as text, since an operator takes no other object. """
     r = from_json(recipe)
 
     def form(side: Side, kept: bool) -> Form:
