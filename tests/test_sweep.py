@@ -123,6 +123,13 @@ def test_a_typo_costs_nothing(place, capsys, text, says):
     assert not out and not Path("out").exists() and not Path("results").exists()
 
 
+def test_a_list_does_not_mix_with_a_run(place, capsys):
+    """ Catches: runs inside another run's folder, which plot.py then does not see. """
+    Path("out/list").mkdir(parents=True)
+    Path("out/list/config.json").write_text("{}")
+    assert go("a | | 1") == 2 and "give the list another name" in capsys.readouterr().err
+
+
 def test_a_run_s_own_flag_wins_over_all(tmp_path):
     """ Catches: `--lr is given twice`, and an `all` that overrules the line. """
     path = tmp_path / "x.txt"

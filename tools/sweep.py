@@ -91,6 +91,8 @@ def read_list(path: Path) -> list[Run]:
         except ValueError as error:     # config.py's, ours, and shlex's about a quotation mark
             raise ConfigError(f"{path}:{number}: {error}") from None
     need(runs, f"{path} lists no runs; {LINE}")
+    need(not Path("out", path.stem, "config.json").exists(),
+         f"out/{path.stem} is the folder of one run, and would be that of all: give the list another name")
     return runs
 
 
