@@ -350,8 +350,10 @@ class Product(torch.autograd.Function):
             # and in the columns of outlier channels, (N, C)  =  dY8^T (N, T)  @  X8 (T, C)
             dy_t = dy.T.contiguous()
             dw = gemm(rounder.q(5, dy_t), q6)
-            dw8 = gemm(rounder.outlier(dy_t, rounder.recipe.dw_dy), x8_t)
-            dw = dw.index_copy(1, channels, dw8.to(dw.dtype)).to(dy.dtype).to(ctx.dtypes[1])
+            if len(channels):
+                dw8 = gemm(rounder.outlier(dy_t, rounder.recipe.dw_dy), x8_t)
+                dw = dw.index_copy(1, channels, dw8.to(dw.dtype))
+            dw = dw.to(dy.dtype).to(ctx.dtypes[1])
         return dx, dw, *[None] * 6
 
 
