@@ -42,7 +42,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from build import Net, autocast, build, enter_kernels, make_optimizers, pick_device
+from build import autocast, build, enter_kernels, make_optimizers, pick_device
 from checkpoint import code
 from codes import Quantized, pack, quantize
 from config import Config, ConfigError, did_you_mean, need, parse

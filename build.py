@@ -325,7 +325,7 @@ def rotated(r: Recipe, cfg: Config) -> Recipe:
 
 
 def only(r: Recipe, numbers) -> Recipe:
-    """ The same recipe with every quantizer off but these (1..6); a product without any is plain. """
+    """ The same recipe with no operand rounded but these (1..6); a product without any is plain. """
     ops = [op if i in numbers else None for i, op in enumerate(r.operands, 1)]
     rotate = tuple(size if any(ops[2 * i : 2 * i + 2]) else 0 for i, size in enumerate(r.rotate))
     names = [field.name for field in fields(r)[:6]]

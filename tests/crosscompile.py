@@ -3,8 +3,8 @@ Compiles Triton kernels for GPUs that are not here, and tells what came out: the
 
 The tests run kernels in Triton's interpreter where there is no GPU, and a process that interprets cannot
 compile. So the work is done by this file run as a program: compile_many() starts it once for a list of jobs,
-which travel as JSON. A job says what the kernel is called with, or names
-a function that calls it: arguments like NamedTuples are no JSON, and options then are those of the launch.
+which travel as JSON. A job names a function that launches the kernel: its arguments, such as NamedTuples, are
+no JSON.
 """
 import importlib
 import json
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,22 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 @dataclass
 class Job:
     """
-    kernel      "module:name" of a @triton.jit function
-    signature   argument -> type: "*u8", "*bf16", "*fp32", "i32", "fp32" ...
-    constexprs  argument -> value; also None for an absent pointer, 1 for an int that Triton specialises
-    arch        90 for sm_90a, 100, 103, 120, 80 ...
-    options     num_warps, num_stages
-    launch      "module:function" that launches the kernel once or more, with tensors of the CPU; the last
-                launch is caught and compiled. It stands for signature, constexprs and options
-    aligned     pointers and ints are multiples of 16, which Triton finds out by itself when it launches
+    kernel  "module:name" of a @triton.jit function
+    arch    90 for sm_90a, 100, 103, 120, 80 ...
+    launch  "module:function" that launches the kernel once or more, with tensors of the CPU; the last launch
+            is caught and compiled
     """
     kernel: str
-    signature: dict
-    constexprs: dict
     arch: int
-    options: dict = field(default_factory=dict)
-    launch: str = ""
-    aligned: bool = True
+    launch: str
 
 
 @dataclass
@@ -78,19 +70,8 @@ def named(name: str):
     return getattr(importlib.import_module(module), attribute)
 
 
-def written(kernel, job: Job) -> tuple[dict, dict, dict, dict]:
-    """ Signature, constexprs, attributes and options as the job writes them out. """
-    index = {argument: i for i, argument in enumerate(kernel.arg_names)}
-    missing = index.keys() - job.signature.keys() - job.constexprs.keys()
-    assert not missing, f"{job.kernel}: neither a type nor a value for {sorted(missing)}"
-    signature = {a: "constexpr" if a in job.constexprs else job.signature[a] for a in kernel.arg_names}
-    attrs = {(index[a],): [["tt.divisibility", 16]] for a, kind in signature.items()
-             if job.aligned and (kind.startswith("*") or kind.startswith("i"))}
-    return signature, {(index[a],): value for a, value in job.constexprs.items()}, attrs, job.options
-
-
 def caught(kernel, launch, target) -> tuple[dict, dict, dict, dict]:
-    """ The same, as Triton itself makes them of the arguments of the last launch. """
+    """ Signature, constexprs, attributes and options, as Triton makes them for the last launch. """
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
     calls = []
@@ -110,10 +91,7 @@ def compile_here(job: Job) -> Compiled:
     from triton.compiler import ASTSource
 
     kernel, target = named(job.kernel), GPUTarget("cuda", job.arch, 32)
-    signature, constexprs, attrs, options = (caught(kernel, named(job.launch), target) if job.launch else
-                                             written(kernel, job))
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    signature, constexprs, attrs, options = caught(kernel, named(job.launch), target)
     source = ASTSource(fn=kernel, signature=signature, attrs=attrs, constexprs=constexprs)
     compiled = triton.compile(source, target=target, options=options)
 

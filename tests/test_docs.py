@@ -22,6 +22,7 @@ from noise import SIGN_STREAMS, Counter, random_signs, uniform
 from quant import QuantLinear
 from recipes import RECIPES
 from rivals.__main__ import table
+from shipped import shipped
 from tools import hf, plot, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,15 +118,7 @@ def test_links_lead_somewhere():
     tour = {line.split()[0] for language, text in FENCES if not language for line in text.splitlines()
             if re.match(r"[\w/.]+ {2,}[A-Za-z]", line) and text.startswith(("README.md ", "codes.py "))}
     assert all((ROOT / name).exists() for name in tour)
-    assert {path.name for path in ROOT.glob("*.py") if not ignored(path)} <= tour
-
-
-def ignored(path: Path) -> bool:
-    """ Whether git has not got this file: it is the reader's own. """
-    if not (ROOT / ".git").exists():
-        return False
-    return bool(subprocess.run(["git", "ls-files", "--error-unmatch", path], cwd=ROOT,
-                               capture_output=True).returncode)
+    assert {path.name for path in shipped("*.py")} <= tour
 
 
 def test_python_quant_prints_what_the_readme_shows():
@@ -236,7 +229,7 @@ def test_the_three_ideas_apply_train_and_resume(number, flags, tmp_path):
 
 def texts() -> list[Path]:
     return [path for folder in (".", ".ci", "configs", "sweeps", "tests", "rivals", "tools", "docs")
-            for path in (ROOT / folder).glob("*")
+            for path in shipped(f"{folder}/*")
             if path.suffix in (".py", ".md", ".txt", ".ini") or path.name == "run"]
 
 

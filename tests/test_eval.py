@@ -8,7 +8,6 @@ import torch
 
 import data
 import eval as evaluation
-import train
 from build import RECIPES, only
 from checkpoint import read
 from quant import QuantLinear, Rule, RULES, round_blocks

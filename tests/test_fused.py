@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import rivals  # noqa: F401
 from build import only
 from codes import quantize
-from noise import Counter
 from quant import BACKENDS, TENSOR, Operand, Recipe
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from test_linear import CHANNELS, layer_of, randn, reference, run

@@ -192,7 +192,7 @@ SHARED = {80: 163, 90: 227, 100: 227, 103: 227, 120: 99}        # KiB that one p
 @pytest.fixture(scope="module")
 def compiled():
     """ All jobs, compiled in one process: it takes some seconds, less when Triton has them in its cache. """
-    jobs = [Job("kernels:_gemm", {}, {}, arch, launch=f"test_gemm:launch_{name}") for name, arch in JOBS]
+    jobs = [Job("kernels:_gemm", arch, f"test_gemm:launch_{name}") for name, arch in JOBS]
     return dict(zip(JOBS, compile_many(jobs)))
 
 

@@ -24,9 +24,10 @@ from torch import Tensor
 
 import rivals    # noqa: F401  the rules of other papers are rounded here too
 from codes import E4M3, Quantized, decode, encode, quantize
-from noise import SIGN_STREAMS, Counter, random_signs, uniform
-from quant import GRIDS, TENSOR, Grid, Operand, fake_quantize, hadamard, round_to_grid
+from noise import SIGN_STREAMS, random_signs, uniform
+from quant import GRIDS, TENSOR, Operand, fake_quantize, hadamard, round_to_grid
 from recipes import MXFP8, NEAREST, STOCHASTIC
+from test_noise import address, randn
 
 _, DX_SIGNS, DW_SIGNS = SIGN_STREAMS
 
@@ -73,16 +74,6 @@ FORMATS |= {"eden": EDEN, "eden per tensor": replace(EDEN, outer=TENSOR),
             "eden, no outer": replace(EDEN, outer=0)}
 rtn_formats = pytest.mark.parametrize("op", RTN.values(), ids=RTN)
 formats = pytest.mark.parametrize("op", FORMATS.values(), ids=FORMATS)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def address(seed: int = 0, step: int = 0, micro: int = 0, rank: int = 0) -> Tensor:
-    counter = Counter(seed, rank)
-    counter.set(step, micro)
-    return counter.state
 
 
 def encoded(values: np.ndarray, grid: str) -> np.ndarray:

@@ -553,8 +553,8 @@ TRITONS = ["", *filter(None, os.environ.get("TRITONS", "").split(os.pathsep))]
 
 @pytest.fixture(scope="module", params=TRITONS)
 def compiled(request):
-    jobs = [Job(KERNELS.get(name, "rounding:_pair_kernel"), {}, {}, arch,
-                launch=f"test_rounding:launch_{name}") for name, arch in LIMITS]
+    jobs = [Job(KERNELS.get(name, "rounding:_pair_kernel"), arch, f"test_rounding:launch_{name}")
+            for name, arch in LIMITS]
     return dict(zip(LIMITS, compile_many(jobs, request.param)))
 
 
