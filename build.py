@@ -85,6 +85,8 @@ def compile_parts(model: GPT):
     Compile the forward of all blocks as one program, since they differ in the numbers of their layers alone,
     and the loss. In training only: a text would compile it for each of its lengths.
     """
+    if not hasattr(torch._dynamo.config, "allow_unspec_int_on_nn_module"):
+        return      # before PyTorch 2.8: it would compile each block by itself, and most of them never
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = 16       # the phases of a run make 7 programs of a block
 
@@ -186,7 +188,7 @@ def enter_kernels(device: torch.device) -> str:
     try:
         found = version("triton")
         if tuple(int(n) for n in found.split(".")[:2]) < (3, 6):
-            return f"its kernels need Triton 3.6, not {found}: type pip install -U triton"
+            return f"its kernels need Triton 3.6, not {found}: type pip install -U torch triton"
         import fused            # noqa: F401
         import rivals.kernels   # noqa: F401
     except PackageNotFoundError:

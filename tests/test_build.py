@@ -14,7 +14,7 @@ from build import (RECIPES, build as build_net, enter_kernels, idle, make_optimi
                    pick_device, recipe_of)
 from config import Config, ConfigError, parse
 from quant import BACKENDS, TENSOR, Backend, Operand, Recipe, Table
-from test_train import go, last_state, rows, shards, tiny  # noqa: F401
+from test_train import go, last_state, needs_muon, rows, shards, tiny  # noqa: F401
 
 BASE = RECIPES["tetrajet_base"]
 BACKWARD = ("dx_dy", "dx_w", "dw_dy", "dw_x")
@@ -202,7 +202,7 @@ def test_idle_looks_at_each_knob_alone():
 # optimizers
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=needs_muon)])
 def test_each_weight_is_stepped_once(name):
     """ Catches: a weight that is never stepped, or twice; decay on the embedding; Muon on a vector. """
     net = net_of(f"--optimizer={name}", "--weight_decay=0.3")
@@ -217,6 +217,7 @@ def test_each_weight_is_stepped_once(name):
             id(layer.weight) for layer in net.layers.values()}
 
 
+@needs_muon
 def test_muon_learns(go, shards):  # noqa: F811
     """ Catches: a rate of another scale, with which one of the two optimizers does nothing or diverges. """
     folder, _ = go("r", "--recipe=bf16", "--optimizer=muon", "--lr=1e-2", "--steps=30")
@@ -283,7 +284,7 @@ def test_why_there_are_no_kernels(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(build, "version", lambda _: "3.2.0")
-    assert "Triton 3.6, not 3.2.0: type pip install -U triton" in enter_kernels(CPU)
+    assert "Triton 3.6, not 3.2.0: type pip install -U torch triton" in enter_kernels(CPU)
     monkeypatch.setattr(build, "version", lambda _: "3.9.0+git")
     monkeypatch.setitem(sys.modules, "fused", None)
     assert "Triton 3.9.0+git cannot be used" in enter_kernels(CPU)
