@@ -384,7 +384,8 @@ class Rounder:
     def outlier(self, x: Tensor, on: Operand | None) -> Tensor:
         """ Outlier channels in their own format, if the operand that they belong to is rounded at all. """
         op = self.recipe.outlier
-        return fake_quantize(x, op) if on and isinstance(op, Operand) else x.to(self.dtype).float()
+        rounded = on and isinstance(op, Operand) and x.numel()
+        return fake_quantize(x, op) if rounded else x.to(self.dtype).float()
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:

@@ -61,8 +61,8 @@ def exported(run, tmp_path_factory):
             to, said = tmp_path_factory.mktemp("export") / "x", []
             net, cfg, corpus, _ = load_run(run, device="cpu")
             hf.export(net, cfg, corpus, kind, to, *dtype, say=said.append)
-            made[kind, *dtype] = to, "\n".join(said)
-        return made[kind, *dtype]
+            made[(kind, *dtype)] = to, "\n".join(said)
+        return made[(kind, *dtype)]
     return folder
 
 
