@@ -222,7 +222,8 @@ def over(x: Tensor, number: float) -> Tensor:
 def to_blocks(x: Tensor, op: Operand) -> Tensor:
     """ (M, K) -> (M / rows, K / columns, rows * columns), a row for each block, as if padded with zeros. """
     (rows, columns), (M, K) = op.block, x.shape
-    x = F.pad(x, (0, -K % columns, 0, -M % rows))
+    if x.numel():       # PyTorch 2.6 pads nothing that is empty
+        x = F.pad(x, (0, -K % columns, 0, -M % rows))
     x = x.reshape(-(-M // rows), rows, -(-K // columns), columns)
     return x.transpose(1, 2).flatten(2)
 
@@ -384,8 +385,7 @@ class Rounder:
     def outlier(self, x: Tensor, on: Operand | None) -> Tensor:
         """ Outlier channels in their own format, if the operand that they belong to is rounded at all. """
         op = self.recipe.outlier
-        rounded = on and isinstance(op, Operand) and x.numel()
-        return fake_quantize(x, op) if rounded else x.to(self.dtype).float()
+        return fake_quantize(x, op) if on and isinstance(op, Operand) else x.to(self.dtype).float()
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
