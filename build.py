@@ -86,7 +86,7 @@ def compile_parts(model: GPT):
     and the loss. In training only: a text would compile it for each of its lengths.
     """
     if not hasattr(torch._dynamo.config, "allow_unspec_int_on_nn_module"):
-        return      # before PyTorch 2.8: it would compile each block by itself, and most of them never
+        return      # before PyTorch 2.7: it would compile each block by itself, and most of them never
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = 16       # the phases of a run make 7 programs of a block
 

@@ -11,8 +11,8 @@ from config import parse
 def test_blocks_are_compiled_once_for_all(monkeypatch):
     """
     Catches: a compilation for each block, of which PyTorch makes a few and leaves the other blocks as they
-    are; noise that is another block's, as the number of a layer is no longer a constant; a loss that
-    compilation changes.
+    are; noise that is another block's, as the number of a layer is no longer a constant; a loss or a gradient
+    that compilation changes, by more than sums in another order: PyTorch 2.7 writes them out so.
     """
     plain, frames = torch.compile, []
     for n_layer in (3, 10):
@@ -30,6 +30,6 @@ def test_blocks_are_compiled_once_for_all(monkeypatch):
             loss = net.model(ids, ids)[0]
             loss.backward()
             results.append((loss.detach(), *(p.grad for p in net.model.parameters())))
-        assert all(torch.equal(a, b) for a, b in zip(*results))
+        assert all((a - b).abs().max() <= 1e-5 * a.abs().max() for a, b in zip(*results))
         frames.append(seen.frame_count)
     assert frames[0] == frames[1], frames
