@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,6 +92,8 @@ def compile_here(job: Job) -> Compiled:
     from triton.compiler import ASTSource
 
     kernel, target = named(job.kernel), GPUTarget("cuda", job.arch, 32)
+    # kernels ask what GPU they are compiled for, and Triton looks for the one of this machine
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     signature, constexprs, attrs, options = caught(kernel, named(job.launch), target)
     source = ASTSource(fn=kernel, signature=signature, attrs=attrs, constexprs=constexprs)
     compiled = triton.compile(source, target=target, options=options)

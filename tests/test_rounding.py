@@ -579,3 +579,11 @@ def test_maxima_keep_nan(compiled):
     way. A thread has 64 values of each side, and 15 of the 16 in a strip meet in a maximum.
     """
     assert compiled["x", 80].ptx.count("max.NaN.f32") >= 2 * 64 * 15 // 16
+
+
+def test_compiled_as_on_that_gpu(compiled):
+    """
+    Catches: a kernel that asks what GPU it is on and hears of this machine's: then what is counted here is
+    not what a GPU gets, and beside a newer GPU the code for sm_80 has an instruction that it does not know.
+    """
+    assert [".xorsign" in compiled[key].ptx for key in (("x", 80), ("dy", 90))] == [False, True]
