@@ -19,11 +19,6 @@ kernels too. That is for tests: the times there say nothing about FP4.
 What this file leaves out: loading data, evaluation, more than one GPU. Letters used for shapes: T tokens, K
 input and N output features.
 """
-import os
-
-# as in train.py: threads that wait for each other should sleep
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import argparse
 import gc
 import math
@@ -38,6 +33,8 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+from config import Config, ConfigError, did_you_mean, need, parse       # before PyTorch, see there
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,7 +42,6 @@ from torch import Tensor
 from build import autocast, build, enter_kernels, make_optimizers, pick_device
 from checkpoint import code
 from codes import Quantized, pack, quantize
-from config import Config, ConfigError, did_you_mean, need, parse
 from quant import BACKENDS, TENSOR, Counter, QuantLinear, Recipe, Rounder
 from recipes import MXFP8, NEAREST, RECIPES
 from train import one_step
@@ -178,12 +174,12 @@ def products(size: int, device: torch.device) -> Iterator[tuple[str, tuple]]:
     """ name -> (call, a, b): a product of two matrices of this size, and what their numbers are. """
     a, b = random(size, size, device, torch.bfloat16), random(size, size, device, torch.bfloat16, seed=1)
     yield "bf16, library", (lambda: F.linear(a, b), a, b)
+    if "emulate" not in BACKENDS:       # nor on AMD's GPUs, whatever they say of their capability
+        return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
         yield "FP8 per tensor, library", (
             lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16), a8, b8)
-    if "emulate" not in BACKENDS:
-        return
     from kernels import mxfp8_gemm, nvfp4_gemm
     for name, op, gemm in (("NVFP4, outer scale per 128", NEAREST, nvfp4_gemm),
                            ("NVFP4, outer scale per tensor", replace(NEAREST, outer=TENSOR), nvfp4_gemm),
@@ -600,6 +596,8 @@ def main(argv: list[str]) -> int:
         args.sizes = args.sizes or (["70m", "370m", "d2048"] if gpu else ["nano"])
         args.seq_len = args.seq_len or (1024 if gpu else 64)
         args.tokens = args.tokens or (32768 if gpu else 256)
+        need(args.n > 0 and 0 < args.seq_len <= args.tokens,
+             f"type --n above 0, and --tokens of at least --seq_len={args.seq_len}")
         for kind, asked, known in (("recipe", args.recipes, RECIPES), ("back end", args.backends, BACKENDS),
                                    ("size", args.sizes, SIZES)):
             for name in asked:

@@ -274,7 +274,8 @@ def test_kernels_are_checked_in_the_interpreter(monkeypatch, capsys):
 @pytest.mark.parametrize("argv, told", [
     (["linear", "--backends=refrence"], "back end 'refrence' is unknown here"),
     (["step", "--recipes=bf16,tetrajet"], "recipe 'tetrajet' is unknown here; did you mean tetrajet_"),
-    (["step", "--sizes=71m"], "did you mean 70m?"),
+    (["step", "--sizes=71m"], "did you mean 70m?"), (["linear", "--n=0"], "type --n above 0"),
+    (["step", "--tokens=10"], "--tokens of at least --seq_len=64"),
 ])
 def test_mistakes_are_one_line(argv, told, capsys):
     """ Catches: a traceback, a mistake found after an hour of measuring. """

@@ -1,6 +1,7 @@
 """ config.py and the files in configs/: what is accepted, and that every mistake is told in one line. """
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def test_expressions_in_a_file(file):
                       "eval_every = -(-steps // 3) + 1\nlr = +1e-3 - 5e-4\ncompile = False\nname = 'a=b'\n")])
     assert (cfg.steps, cfg.warmup, cfg.eval_every, cfg.lr) == (320, 0.05, 108, 5e-4)
     assert cfg.compile is False and cfg.name == "a=b"
+    assert parse([file("\ufeffsteps = 7\n")]).steps == 7         # Notepad writes a mark before the first line
 
 
 @pytest.mark.parametrize("flag, name, value", [
@@ -127,7 +129,7 @@ def test_config_needs_nothing_but_python():
     ("--lr", "--lr has no value: type --lr=VALUE"), ("-lr=1", "flags are written --KNOB=VALUE"),
     ("--lr=1 --lr=1", "--lr is given twice"), ("--dry_run --dry_run=no", "--dry_run is given twice"),
     ("lr=1", "cannot read lr=1"), ("configs/nowhere.py", "type configs/NAME.py, or --KNOB=VALUE"),
-    ("configs/tetrajet_ful.py", "; did you mean configs/tetrajet_full.py?"), ("configs", "cannot read"),
+    ("configs/tetrajet_ful.py", "; did you mean configs/tetrajet_full.py?"), ("configs", "no regular file"),
     ("--lr=nan", "lr = nan: type a finite number"), ("--lr=inf", "lr = inf: type a finite number"),
     ("--steps=inf", "steps wants a whole number, not inf"),
     ("--lr=-1", "lr = -1.0: type a finite number that is not negative"),
@@ -182,10 +184,12 @@ def test_a_window_that_just_fits():
     ("lr = (-2)**0.5\n", ":1: lr wants a number"), ("data = f'{lr}'\n", ":1: a value is"),
     ("data = __import__('os').getcwd()\n", ":1: a value is"), ("lr = 1 if 1 else 2\n", ":1: a value is"),
     ("steps = 7 % 4\n", ":1: a value is"), ("data = 'a' * 3\n", ":1: arithmetic is for numbers"),
-    ("lr = 1 / 0\n", ":1: division by zero"), ("import os\n", ":1: a config file holds lines"),
+    ("lr = 1 / 0\n", "division by zero"), ("import os\n", ":1: a config file holds lines"),
     ("lr = 1\nprint(lr)\n", ":2: a config file holds"), ("a = b = 1\n", ":1: a config file holds lines"),
     ("lr: float = 1\n", ":1: a config file holds lines"), ("lr += 1\n", ":1: a config file holds lines"),
     ("lr = 1\nsteps = = 2\n", ":2: invalid syntax"), ("lr = 10**400\n", ":1: "), ("steps = 5\n\x00", ":"),
+    # whole numbers that would take for ever
+    ("steps = 9**9**9\n", ":1: "), ("steps = 10**10**10\n", ":1: "),
 ])
 def test_mistake_in_a_file(file, text, told):
     """ Catches: code that is executed, an error other than ConfigError, and one without file and line. """
@@ -200,6 +204,14 @@ def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "mine.py").write_bytes(b"\x7fELF\xff\0")
     with pytest.raises(ConfigError, match="mine.py"):
         parse([str(tmp_path / "mine.py")])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_is_no_config_file(tmp_path):
+    """ Catches: a program that waits for ever, without a word, for somebody to write. """
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(ConfigError, match="no regular file"):
+        parse([str(tmp_path / "pipe.py")])
 
 
 # -----------------------------------------------------------------------------

@@ -96,6 +96,12 @@ def test_a_run_is_evaluated_with_what_is_here(straight, tmp_path, ask):  # noqa:
     assert ask(there) == ask(straight)
 
 
+def test_imported_weights_are_evaluated_on_any_data(straight, tmp_path, ask):  # noqa: F811
+    """ Catches: weights of Hugging Face, of unknown data, that no --data=DIR will do for. """
+    there = change(straight, tmp_path, lambda state: state.update(data="unknown, as imported from out/hf"))
+    assert ask(there) == ask(straight)
+
+
 def test_other_data_is_told(straight, tmp_path, ask, capsys):  # noqa: F811
     """ Catches: a loss on data that took the place of the run's own, printed as if it were the run's. """
     spoilt = change(straight, tmp_path, lambda state: state.update(data=state["data"] + "x"))
@@ -147,9 +153,9 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(straight, tmp_path, ask, spo
 @pytest.mark.parametrize("fault, says, code", [
     (OSError(28, "No space left on device"), "cannot write: No space left on device", 2),
     (data.DataError("cannot load the vocabulary"), "cannot load the vocabulary", 2),
-    (MemoryError(), "out of memory; type --device=cpu", 2), (KeyboardInterrupt(), "interrupted", 130)])
+    (MemoryError(), "out of memory; type --device=cpu", 2)])
 def test_what_goes_wrong_is_one_line(straight, ask, monkeypatch, fault, says, code):  # noqa: F811
-    """ Catches: a traceback where `python eval.py RUN > FILE` cannot write, or somebody types Ctrl-C. """
+    """ Catches: a traceback where `python eval.py RUN > FILE` cannot write. """
     def fail(*_):
         raise fault
     monkeypatch.setattr(evaluation, "val_losses", fail)

@@ -14,11 +14,6 @@ tokenizer.json and tokenizer_config.json.
 What this file leaves out: files of several shards on the way out, float16, grouped queries, any format with
 code in it.
 """
-import os
-
-# as in train.py: threads that wait for each other should sleep
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import argparse
 import json
 import math
@@ -26,6 +21,8 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
+
+from config import Config, ConfigError, check, fit, in_full, need       # before PyTorch, see there
 
 import torch
 from torch import Tensor
@@ -39,8 +36,7 @@ except ImportError:
 from build import Net, only
 from checkpoint import FORMAT, code
 from codes import E2M1, E4M3, Quantized, pack, quantize
-from config import Config, ConfigError, check, fit, in_full, need
-from data import EOT, Corpus, DataError, new_folder
+from data import EOT, Corpus, DataError, new_folder, read_json
 from eval import load_run, val_loss, val_losses
 from model import GPT
 from quant import Operand, QuantLinear, Recipe
@@ -327,16 +323,16 @@ def import_model(folder: Path, to: Path, say=print):
     format. The folder comes from anywhere: files that are not safetensors, which can hold code, are not read.
     """
     try:
-        theirs = json.loads((folder / "config.json").read_bytes())
+        theirs = read_json(folder / "config.json")
         values = {**theirs, **(theirs.get("rope_parameters") or {})}
+        check_plain(values)
         cfg = check(Config(out=str(to.parent), name=to.name,
                            **{knob: fit(knob, values[key]) for knob, key in KNOBS.items()}))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} is not that of an OLMo-2 ({error})") from None
-    check_plain(values, folder)
+        raise ConfigError(f"{folder / 'config.json'} is not that of a plain OLMo-2 ({error})") from None
     tensors, tied = read_tensors(folder), values.get("tie_word_embeddings")
     if tied:
-        tensors["lm_head.weight"] = tensors.get("model.embed_tokens.weight")
+        tensors |= {"lm_head.weight": w for name, w in tensors.items() if name == "model.embed_tokens.weight"}
     weights = our_weights(tensors, cfg, folder)
     with new_folder(to) as making:
         torch.save({"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(Recipe()),
@@ -351,9 +347,9 @@ def import_model(folder: Path, to: Path, say=print):
         " ".join(f"--{knob}={getattr(cfg, knob)}" for knob in KNOBS))
 
 
-def check_plain(theirs: dict, folder: Path):
+def check_plain(theirs: dict):
     """ ConfigError where their config.json asks for what model.py does not have. """
-    need(theirs.get("model_type") == "olmo2", f"{folder} is no OLMo-2 (model_type olmo2)")
+    need(theirs.get("model_type") == "olmo2", f"its model_type is {theirs.get('model_type')!r}, not 'olmo2'")
     rope = theirs.get("rope_scaling") or theirs
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     heads, wide = theirs["num_attention_heads"], theirs["hidden_size"]
@@ -362,16 +358,18 @@ def check_plain(theirs: dict, folder: Path):
                       ((theirs.get("head_dim") or wide // heads) != wide // heads, "heads of another width"),
                       (theirs.get("hidden_act", "silu") != "silu", "another activation than silu"),
                       (theirs.get("quantization_config"), "packed weights")):
-        need(not odd, f"{folder} has {what}, and model.py has not: take a plain OLMo-2")
+        need(not odd, f"it has {what}, and model.py has not")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """ All tensors of a model by name, from one file, or from those that an index names. """
     files, tensors, index = {"model.safetensors"}, {}, folder / "model.safetensors.index.json"
     try:
-        if index.is_file():
-            files = {*json.loads(index.read_bytes())["weight_map"].values()}
+        if index.exists():
+            files = {*read_json(index)["weight_map"].values()}
         for file in sorted(files):
+            # an index of others may lead out of its folder, and a pipe would wait for ever
+            need(Path(file).name == file and (folder / file).is_file(), f"{file} is no file in it")
             tensors |= load_file(folder / file)
     except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{folder} cannot be read as safetensors ({str(error)[:99]})") from None
@@ -380,6 +378,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> dict[str, Tensor]:
     """ Their tensors -> ours, float32. ConfigError unless they are those of an OLMo-2 of its sizes. """
+    largest = max((n for tensor in theirs.values() for n in tensor.shape), default=0)
+    need(cfg.n_layer <= len(theirs) and max(cfg.d_model, cfg.d_ff, cfg.vocab_size) <= largest,
+         f"{folder}: the sizes in config.json are beyond those of its tensors")
     with torch.device("meta"):      # takes no memory: only the shapes are wanted
         shapes = {name: p.shape for name, p in GPT(cfg, cfg.vocab_size).named_parameters()}
     names = {f"{ours}.weight": [f"{name}.weight" for name in parts]
@@ -393,7 +394,11 @@ def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> dict[st
             there, wanted = list(theirs[name].shape), [rows // len(parts), *columns]
             need(there == wanted, f"{folder}: {name} has the shape {there}, not {wanted}, as its "
                  "config.json says")
-            need(theirs[name].isfinite().all(), f"{folder}: {name} holds a NaN or Inf: get it again")
+            # whole numbers and FP8 are packed weights, whose scales are elsewhere
+            dtype = theirs[name].dtype
+            need(dtype.is_floating_point and dtype.itemsize > 1, f"{folder}: {name} is {dtype}: get the "
+                 "model in float32 or bfloat16")
+            need(theirs[name].float().isfinite().all(), f"{folder}: {name} holds a NaN or Inf: get it again")
         weights[ours] = torch.cat([theirs[name].float() for name in parts])
     return weights
 
