@@ -158,8 +158,6 @@ def pick_backend(cfg: Config, device: torch.device, recipe: Recipe) -> str:
     if cfg.backend == "reference" or cfg.backend == "auto" and device.type != "cuda":
         return "reference"              # on a CPU kernels are only interpreted, which is for tests
     name, missing = cfg.backend, enter_kernels(device)
-    known = dict.fromkeys(("auto", *BACKENDS, "packed", "emulate", "native"))
-    need(name in known, f"backend = {name!r} is unknown; {did_you_mean(name, known)}")
     need(name in ("auto", *BACKENDS), f"backend = {name!r}: {missing}; type --backend=auto")
     if not any(recipe.operands):
         return "reference"
@@ -220,7 +218,8 @@ def recipe_of(cfg: Config) -> Recipe:
     or the remedy, do not fit it: what is wrong with a config and takes no data, device or memory to tell.
     """
     for knob, known in (("recipe", RECIPES), ("osci", REMEDIES), ("outlier_choice", CHOICES),
-                        ("scale_rule", ("", *RULES))):
+                        ("scale_rule", ("", *RULES)),
+                        ("backend", dict.fromkeys(("auto", *BACKENDS, "packed", "emulate", "native")))):
         if (value := getattr(cfg, knob)) not in known:
             raise ConfigError(f"{knob} = {value!r} is unknown; {did_you_mean(value, known)}")
     try:

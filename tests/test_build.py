@@ -263,10 +263,8 @@ def test_the_fastest_back_end_that_can_compute_the_recipe(kernels, monkeypatch):
     assert pick(Recipe()) == "reference" and pick(full, backend="quick") == "quick"
     # what runs after the switch has to run, too
     assert pick(full, bf16_forward=0.5) == "quick"
-    for knobs, says in ((dict(backend="native", bf16_forward=0.5), "no FP4 product"),
-                        (dict(backend="quik"), "did you mean quick")):
-        with pytest.raises(ConfigError, match=says):
-            pick(full, **knobs)
+    with pytest.raises(ConfigError, match="no FP4 product"):
+        pick(full, backend="native", bf16_forward=0.5)
     told[0] = "dX is off by 1e-2 on this GPU"
     with pytest.raises(ConfigError, match="dX is off .*type --backend=emulate"):
         pick(full)
