@@ -127,8 +127,8 @@ class Run:
         """ What this run starts from: its newest good checkpoint, weights of another run, or None. """
         cfg, old = self.cfg, checkpoints(self.folder)
         found = None if cfg.overwrite else newest(self.folder, self.say)
-        need(found or cfg.overwrite or not old, f"{self.folder} holds checkpoints and none can be read; "
-             "type --name=ANOTHER, or --overwrite to delete them and start anew")
+        need(found or cfg.overwrite or not old,
+             f"{self.folder} holds checkpoints and none can be read; type --name=ANOTHER")
         if not found:
             return weights_of(net, in_full(cfg.init_from), self.say) if cfg.init_from else None
         self.last_good, state = found
@@ -155,13 +155,14 @@ class Run:
 
     def check_same(self, state: dict, net: Net, corpus: Corpus):
         """ ConfigError unless the run in this folder is the one that this command asks for. """
-        new = f"type --name=ANOTHER, or --overwrite to delete the run in {self.folder}"
+        new = "type --name=ANOTHER"
         before = asdict(config_of(state))
         differ = [f"{knob}={before[knob]!r}" for knob, value in asdict(self.cfg).items()
                   if knob not in FREE and before[knob] != value]
-        more = f"--name=ANOTHER --init_from={self.folder} starts from its weights; " * \
-            (len(differ) == 1 and differ[0].startswith("steps="))
-        need(not differ, f"{self.folder} holds a run with {', '.join(differ)}; {more}{new}")
+        # with more steps the fractions of training, that of the learning rate first, would have been others
+        longer = f" --init_from={self.folder}, to train on from its weights" * \
+            (differ == [f"steps={before['steps']}"])
+        need(not differ, f"{self.folder} holds a run with {', '.join(differ)}; {new}{longer}")
         need(state["recipe"] == to_json(net.recipe), f"the recipe {self.cfg.recipe} has changed since; {new}")
         need(state["data"] == fingerprint(corpus), f"the run began with other data ({state['data']}, now "
              f"{fingerprint(corpus)}): type --data=DIR of the same, or {new}")

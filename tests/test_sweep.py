@@ -199,8 +199,8 @@ def test_a_failure_stops_no_other_run(place, capsys):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals differ")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_the_runs_and_the_same_command_goes_on(place, number):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_ctrl_c_ends_the_runs_and_the_same_command_goes_on(place, name):
     """ Catches: training that goes on unseen after Ctrl-C, or is killed before it has saved. """
     text = "a | | 1\nwait | | 1 2\n"
     Path("list.txt").write_text(text)
@@ -214,7 +214,7 @@ def test_ctrl_c_ends_the_runs_and_the_same_command_goes_on(place, number):
         assert time.time() < end and process.poll() is None
         time.sleep(0.05)
     assert [row["status"] for row in rows().values()] == ["done", "running", "running"]
-    process.send_signal(number)
+    process.send_signal(getattr(signal, name))
     assert "Traceback" not in process.communicate(timeout=60)[1].decode() and process.returncode == 130
     assert sorted(events("saved")) == ["wait-s1", "wait-s2"]
     assert [row["status"] for row in rows().values()] == ["done", "missing", "missing"]
@@ -273,16 +273,15 @@ def test_what_is_not_the_last_validation_loss_is_not_taken_for_it(run, text):
         "tokens_per_s": "", "peak_gib": "", "backend": "reference", "code": "abc1234+"}
 
 
-@pytest.mark.parametrize("before, status, says", [
-    ('{"steps": 5, "lr": 0.5, "name": "a-s1"}', "failed", "a run with lr=0.5; give the line another name"),
-    ('{"steps": 5, "data": "other"}', "failed", "a run with data='other'; give the line another name"),
-    ('{"steps": 5, "micro_batch": 2, "gone": 1}', "done", "")])
-def test_numbers_of_other_settings_are_not_those_of_the_list(run, before, status, says):
+@pytest.mark.parametrize("before, status", [
+    ('{"steps": 5, "lr": 0.5, "name": "a-s1"}', "missing"), ('{"steps": 5, "data": "other"}', "missing"),
+    ('{"steps": 5, "micro_batch": 2, "gone": 1}', "done")])
+def test_numbers_of_other_settings_are_not_those_of_the_list(run, before, status):
     """ Catches: a list that was edited, and whose rows then show old numbers beside new flags. """
     (run.folder / "metrics.csv").write_text(GOOD)
     (run.folder / "config.json").write_text(before)
     sweep.look(run)
-    assert run.status == status and says in run.error and bool(run.values) == (status == "done")
+    assert run.status == status and bool(run.values) == (status == "done")
 
 
 def test_results_of_earlier_code_can_be_read(monkeypatch):

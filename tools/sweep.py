@@ -79,7 +79,9 @@ class Run:
 def read_list(path: Path) -> list[Run]:
     """ All runs, in the order of the list; ConfigError names the line. """
     common, runs = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+    need(path.is_file() or not path.exists(), f"{path} is no regular file; name a list, such as "
+         "sweeps/quickstart.txt")
+    for number, line in enumerate(path.read_text("utf-8-sig", errors="replace").splitlines(), 1):
         cells = [cell.strip() for cell in re.sub(r"(^|\s)#.*", "", line).split("|")]
         try:
             if cells[0] == "all":
@@ -121,16 +123,14 @@ def read_line(cells: list[str], common: list[str], out: str) -> list[Run]:
 
 
 def look(run: Run):
-    """ Set the run's values, and its status: done, missing, or failed if another run lies there. """
+    """ Set the run's values, and its status: done or missing. """
     run.values, run.error = measured(run), ""
-    run.status = "done" if run.values else "missing"
     if run.values:
         before = json.loads((run.folder / "config.json").read_text())
-        differ = [f"{knob}={before[knob]!r}" for knob, value in asdict(run.cfg).items()
-                  if knob not in FREE - {"data"} and before.get(knob, value) != value]
-        if differ:
-            run.values, run.status = {}, "failed"
-            run.error = f"{run.folder} holds a run with {', '.join(differ)}; give the line another name"
+        if any(before.get(knob, value) != value for knob, value in asdict(run.cfg).items()
+               if knob not in FREE - {"data"}):
+            run.values = {}     # train.py tells what is another run; or finds the same data in another place
+    run.status = "done" if run.values else "missing"
 
 
 def measured(run: Run) -> dict[str, str]:
@@ -168,8 +168,8 @@ def end(run: Run):
 
 def run_all(runs: list[Run], jobs: int, record):
     """
-    Run what is missing, `jobs` at a time, each once, and call record() whenever a status changes. Ctrl-C and
-    SIGTERM end the runs too: train.py saves, and goes on from there the next time.
+    Run what is missing, `jobs` at a time, each once, and call record() whenever a status changes. Ctrl-C,
+    SIGTERM and SIGUSR1 end the runs too: train.py saves, and goes on from there the next time.
     """
     turn = {run: [other.name for other in runs[:i]].count(run.name) for i, run in enumerate(runs)}
     queue = [run for run in sorted(runs, key=turn.get) if run.status == "missing"]
@@ -296,7 +296,9 @@ def main(argv: list[str]) -> int:
         if args.dry_run:
             print("\n".join("# done: " * (run.status == "done") + shlex.join(run.command()) for run in runs))
             return 0
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for name in ("SIGTERM", "SIGUSR1"):
+            if hasattr(signal, name):           # Windows has not all
+                signal.signal(getattr(signal, name), signal.default_int_handler)
         return sweep(args.list, runs, max(1, args.jobs))
     except ConfigError as error:
         line = str(error)
