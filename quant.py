@@ -176,7 +176,8 @@ def round_blocks(blocks: Tensor, op: Operand, noise: Tensor | None, up: bool = F
 
     up      rounds s to the smallest scale that is not below, so nothing is clipped and stochastic rounding
             has no bias. A scale rounded to nearest may come out too small, and then the largest number of the
-            block lies beyond the grid and is clipped
+            block lies beyond the grid and is clipped. To round values again is not to leave them as they are:
+            S may come back lower by the last bit, and then s is the next scale up (nearest forgives that)
     top     the grid number that the largest number of a block is mapped to; by default the largest, 6
     reach   the inner scale that the largest block under S gets; by default the largest, 448
     outer   S, where it is known already
