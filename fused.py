@@ -432,7 +432,7 @@ def check_native(recipe: Recipe, device: torch.device, shape: tuple[int, int, in
         leaf = x.clone().requires_grad_()
         y = layer(leaf)
         y.backward(dy)
-        results.append((y, leaf.grad, layer.weight.grad))
+        results.append((y.detach(), leaf.grad, layer.weight.grad))
     for name, right, ours in zip(("Y", "dX", "dW"), *results):
         error = float((ours - right).norm() / right.norm())
         # the order of a few hundred float32 sums makes 1e-6 at most, and one wrong code 1e-3

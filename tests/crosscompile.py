@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
+# other versions to try, each a folder that `pip install --no-deps --target FOLDER triton==VERSION` has made
+TRITONS = ["", *filter(None, os.environ.get("TRITONS", "").split(os.pathsep))]
 
 
 @dataclass

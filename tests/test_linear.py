@@ -554,6 +554,7 @@ def test_nan_and_inf_are_not_hidden(recipe, channels, bad):
 # autograd, compilation, recomputation
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6 compiles no layer")
 @pytest.mark.parametrize("autocast", (False, True))
 @pytest.mark.parametrize("recipe, channels", ((BASE, None), (FULL, CHANNELS)), ids=("base", "full"))
 def test_compiled_gradient_is_the_eager_one(recipe, channels, autocast):
@@ -591,6 +592,7 @@ def test_a_copy_has_noise_of_its_own(recipe):
     assert torch.equal(again[0].counter.state, shared.state)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6 compiles no layer")
 def test_compiled_layer_advances_its_own_counter():
     """ Catches a counter that tracing freezes: every compiled step would see the same noise. """
     eager = QuantLinear(20, 18, recipe=BASE)

@@ -146,6 +146,8 @@ def done(shards, tmp_path_factory):    # noqa: F811
     done.out: the runs' folder; done(name, world): what each rank found. Starts 2 + 4 processes, once: of
     several pytests that share the tests, one does it, and the others wait.
     """
+    if torch.__version__ < "2.7":
+        pytest.skip("FSDP on a CPU needs PyTorch 2.7")
     base = tmp_path_factory.getbasetemp()
     out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
     out.mkdir(exist_ok=True)
@@ -387,6 +389,7 @@ def on_a_machine_of_its_own(argv: list[str]) -> int:
     return train.main(argv[1:])
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP on a CPU needs PyTorch 2.7")
 def test_two_machines(shards, tmp_path):    # noqa: F811
     """
     Catches: a second machine that writes files; ranks that stop at different steps, or one that goes on, when

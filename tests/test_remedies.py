@@ -146,6 +146,7 @@ def test_the_forward_pass_rounds_the_stand_in_and_the_weight_gets_the_gradient(o
     assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6 compiles no layer")
 def test_the_compiled_layer_with_a_stand_in_is_the_eager_one():
     """ Catches: a stand-in that tracing freezes: it changes in place after each step. """
     layer, _ = standing_in()
