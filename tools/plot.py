@@ -336,7 +336,7 @@ def results(root: Path):
     sections = [LEGEND]
     for about in sorted(root.glob("*/about.md")):
         folder = about.parent
-        runs = [] if folder.name.startswith("bench_") else [read_run(path) for path in runs_in(folder)]
+        runs = [read_run(config.parent) for config in sorted(folder.glob("*/config.json"))]
         if runs:
             draw(runs, folder)
             # a log begins with torch, device and code, and ends with the back end
