@@ -41,11 +41,11 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 
+from config import in_full      # before PyTorch, see there
+
 import numpy as np
 import torch
 from torch import Tensor
-
-from config import in_full
 
 MAKE = "python data.py --help tells how to get shards"     # how messages end
 

@@ -22,7 +22,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from config import Config, ConfigError, check, fit, in_full, need       # before PyTorch, see there
+from config import LINEARS, Config, ConfigError, check, fit, in_full, need      # before PyTorch, see there
 
 import torch
 from torch import Tensor
@@ -334,6 +334,9 @@ def import_model(folder: Path, to: Path, say=print):
     if tied:
         tensors |= {"lm_head.weight": w for name, w in tensors.items() if name == "model.embed_tokens.weight"}
     weights = our_weights(tensors, cfg, folder)
+    # of each layer a checkpoint says too which channels OutControl keeps, here none
+    weights |= {f"blocks.{i}.{kind}.channels": torch.zeros(0, dtype=torch.int64)
+                for i in range(cfg.n_layer) for kind in LINEARS}
     with new_folder(to) as making:
         torch.save({"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(Recipe()),
                     "sources": {}, "data": f"unknown, as imported from {folder}", "step": 0, "seconds": 0.0,
