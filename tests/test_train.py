@@ -237,6 +237,13 @@ def test_a_signal_ends_the_run_after_the_step(go, straight, monkeypatch, name, c
         assert timeless(straight) == timeless(folder)
 
 
+def test_a_signal_before_the_first_step(go, monkeypatch):
+    """ Catches: a job that is preempted while it loads its checkpoint, and ends without a word. """
+    monkeypatch.setattr(train, "introduce", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    _, printed = go("r", "--recipe=bf16", code=143)
+    assert printed == "stopped at step 0; the same command goes on from the start\n"
+
+
 def test_what_to_type_deletes_nothing(go):
     """ Catches: advice to type the same command again, --overwrite and all: it would begin anew. """
     _, printed = go("r", "--recipe=bf16", "--overwrite", "--stop_at=3")
