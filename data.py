@@ -17,8 +17,8 @@ A shard is a file with a header and token ids behind it. It is memory-mapped: a 
 A folder of shards holds NAME_train_NUMBER.bin, NAME_val_NUMBER.bin (val is held out) and, unless its ids are
 GPT-2's, a meta.json, as {"encoding": "bytes"}. The id of end-of-text opens each document.
 
-A batch is a function of (seed, number of its first sequence) and of nothing else. Nothing is carried from
-step to step, so there is no loader state to save, and one GPU or eight read the same global batch.
+A batch is a function of (seed, number of its first sequence) and of nothing else: there is no loader state
+to save, and one GPU or eight read the same global batch.
 
 What a file says of itself, its header, length, name and encoding, is checked when it is opened; the ids, of
 which there may be billions, when they are read. Left out on purpose: a prefetching thread (a batch is a few
@@ -35,7 +35,7 @@ import sys
 import sysconfig
 import zlib
 from bisect import bisect_right
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -84,8 +84,7 @@ class Stream:
         """
         Sequences number first .. first + count - 1 of the endless stream.
 
-        in      first    counts over all steps, micro-steps and ranks: step * sequences_per_step + where this
-                         rank's micro-step begins within its step
+        in      first    counts over all steps, micro-steps and ranks
                 shuffle  windows in a shuffle block. Order is shuffled within each block, anew in each epoch;
                          0 keeps the order of the stream
         out     (count, seq_len + 1) int64; inputs are [:, :-1], targets [:, 1:]
@@ -107,7 +106,7 @@ class Stream:
         """ Windows in an epoch. DataError if the stream is shorter than one sequence. """
         if self.n_tokens < seq_len + 1:
             raise DataError(f"{self.paths[0]}: {self.n_tokens:,} tokens in all, and a sequence has "
-                            f"{seq_len + 1:,}; type a smaller --seq_len, or get more data")
+                            f"{seq_len + 1:,}; type a smaller --seq_len, or get more: data.py has --val")
         return -(-self.n_tokens // seq_len)
 
     def whole_windows(self, seq_len: int) -> int:
@@ -117,10 +116,8 @@ class Stream:
 
     def unigram_entropy(self, limit: int = 10_000_000) -> float:
         """
-        Entropy of how often each token occurs among the first `limit`, in nats.
-
-        It is the loss of a model that has learnt these frequencies and nothing else: the first mark to pass.
-        Called before training, it is also a quick check that these tokens are in the vocabulary.
+        Entropy of how often each of the first `limit` tokens occurs, in nats: the loss of a model that has
+        learnt these frequencies and no more. Before training, it also checks that all are in the vocabulary.
         """
         tokens = np.empty(min(limit, self.n_tokens), dtype=np.int64)
         self.read(0, tokens)
@@ -148,10 +145,8 @@ class Stream:
 @lru_cache(maxsize=4)       # a run goes from block to block, so it never comes back to more than a few
 def permutation(seed: int, epoch: int, block: int, size: int) -> np.ndarray:
     """
-    The order of one shuffle block: a permutation of range(size).
-
-    spawn_key keeps the numbers apart. With seed + epoch, seed 1 in epoch 2 would repeat seed 2 in epoch 1;
-    even in a list [seed, epoch, block], a seed beyond 2^32 spills into the epoch's place.
+    The order of one shuffle block. spawn_key keeps the numbers apart: with seed + epoch, seed 1 in epoch 2
+    would repeat seed 2 in epoch 1; even in [seed, epoch, block], a seed beyond 2^32 spills into the epoch.
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch, block))).permutation(size)
 
@@ -188,15 +183,15 @@ def open_corpus(path: str) -> Corpus:
     try:
         shards = {"train": [], "val": []}
         for file in sorted(folder.iterdir()):
-            # other files are passed by: ._NAME of macOS, NAME (1).bin of a browser, whatever lies there
-            if (name := re.fullmatch(r"[^.].*_(train|val)_\d+\.bin", file.name)) and file.is_file():
+            # others are passed by: ._NAME of macOS, copies called "NAME (1).bin" or "Copy of NAME.bin"
+            if name := re.fullmatch(r"[^.\s]\S*_(train|val)_\d+\.bin", file.name):
                 shards[name[1]].append((file, open_shard(file)))
         encoding_name = read_meta(folder)
     except OSError as error:
         raise DataError(f"{error.filename or folder}: {error.strerror}; {MAKE}") from None
     for split, found in shards.items():
         if not found:
-            raise DataError(f"{folder}: no {split} shards, NAME_{split}_NUMBER.bin; {MAKE}")
+            raise DataError(f"{folder}: no {split} shards, NAME_{split}_NUMBER.bin, no blank in it; {MAKE}")
     return Corpus(folder.name, encoding_name, *(Stream(found, encoding_name) for found in shards.values()))
 
 
@@ -208,10 +203,9 @@ FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}      
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """
-    The ids of a shard, (n,) uint16 or uint32, memory-mapped. DataError if it is no shard, is empty, or is
-    not as long as its header says.
-    """
+    """ The ids of a shard, (n,) uint16 or uint32, memory-mapped. DataError if it is none, empty, or cut. """
+    if not path.is_file():      # to open a pipe would wait for ever; and a link to nowhere is a shard less
+        raise DataError(f"{path}: no regular file, or a link to nowhere; {MAKE}")
     with open(path, "rb") as f:
         header, size = f.read(HEADER_BYTES), os.fstat(f.fileno()).st_size
     magic, version, count = np.frombuffer(header.ljust(12, b"\0"), dtype="<i4", count=3).tolist()
@@ -240,32 +234,33 @@ def write_shard(path: Path, tokens: np.ndarray):
 def read_meta(folder: Path) -> str:
     """ The name of the encoding of a folder's shards: what meta.json says, gpt2 where there is none. """
     path = folder / "meta.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return "gpt2"
-    try:
-        name = json.loads(path.read_bytes())["encoding"]
-    except (ValueError, KeyError, TypeError):
-        name = None
-    if name not in [*VOCAB_SIZE]:
+    meta = read_json(path)
+    if not isinstance(meta, dict) or meta.get("encoding") not in [*VOCAB_SIZE]:
         raise DataError(f'{path}: not like {{"encoding": "gpt2"}}, with one of {", ".join(VOCAB_SIZE)}')
-    return name
+    return meta["encoding"]
+
+
+def read_json(path: Path):
+    """ What a JSON file holds; None if it is none. A pipe, which would wait, is not opened. """
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None
+    except (ValueError, RecursionError):
+        return None
 
 
 # -----------------------------------------------------------------------------
 # encodings
 
-# ids in each vocabulary. A table, because tiktoken would have to load a vocabulary to tell, perhaps from the
-# network, and training itself needs no more of it than this number
+# ids in each vocabulary: all that training needs, for which tiktoken would ask the network
 VOCAB_SIZE = {"bytes": 257, "gpt2": 50_257, "r50k_base": 50_257, "p50k_base": 50_281, "cl100k_base": 100_277,
               "o200k_base": 200_019}
 EOT = "<|endoftext|>"
 
 
 def load_encoding(name: str):
-    """
-    The tiktoken.Encoding of that name. "bytes" is made here: UTF-8 bytes are ids 0 .. 255, and 256 is end of
-    text. The others are tiktoken's own, which downloads a vocabulary on first use.
-    """
+    """ The tiktoken.Encoding of that name. In "bytes", UTF-8's bytes are 0 .. 255, and 256 ends a text. """
     try:
         import tiktoken
     except ImportError:
@@ -307,17 +302,16 @@ def open_python() -> Corpus:
     if size < PYTHON_LEAST or not val:
         raise DataError("this Python lacks the sources and documentation that are the default data; type "
                         f"--data=DIR of a folder with shards; {MAKE}")
-    label = Path("Python's own text")
-    train, val = (Stream([(label, np.concatenate(parts))], "bytes") for parts in (train, val))
+    train, val = (Stream([(Path("Python's own text"), np.concatenate(parts))], "bytes")
+                  for parts in (train, val))
     return Corpus(f"python-{sys.version.split()[0]}", "bytes", train, val)
 
 
 def python_topics() -> list[tuple[str, bytes]]:
     """
-    The language reference in pydoc's form, (name, text) of each topic.
-
-    Many topics are sections of longer ones ("for" is one of "compound"), and held-out text must not stand in
-    the training text. So the longest go first, and one that was by over a fifth seen before is left out.
+    The language reference in pydoc's form, (name, text) of each topic. Many are sections of longer ones, and
+    held-out text must not stand in the training text: so the longest go first, and one that was by over a
+    fifth seen before is left out.
     """
     try:
         from pydoc_data.topics import topics
@@ -362,10 +356,8 @@ FINEWEB_SHARDS = 103                # of 100M training tokens each
 
 def fetch_fineweb(out: Path, shards: int):
     """
-    Fetch the held-out shard and the first training shards, except those that are here and whole.
-
-    huggingface_hub tries again when a connection breaks, goes on where it was, shows progress, and gives a
-    file its name once it is whole. HF_ENDPOINT in the environment names a mirror.
+    Fetch the held-out shard and the first training shards, except those that are here and whole. A file has
+    its name once it is whole. HF_ENDPOINT in the environment names a mirror.
     """
     if not 1 <= shards <= FINEWEB_SHARDS:
         raise DataError(f"--shards={shards}: FineWeb-10B has 1 to {FINEWEB_SHARDS}")
@@ -373,21 +365,21 @@ def fetch_fineweb(out: Path, shards: int):
         from huggingface_hub import hf_hub_download
     except ImportError:
         raise DataError("FineWeb needs a package more: type pip install huggingface_hub") from None
-    if (encoding_name := read_meta(out)) != "gpt2":
-        raise DataError(f"{out}: made for {encoding_name} ids, and FineWeb's are gpt2; give another --out")
+    if os.path.lexists(out / "meta.json"):
+        raise DataError(f"{out}: holds a meta.json, so other shards than FineWeb's; give another --out")
     for name in ["fineweb_val_000000.bin"] + [f"fineweb_train_{i + 1:06d}.bin" for i in range(shards)]:
-        try:
+        damaged = (out / name).exists()
+        with suppress(OSError, DataError):
             open_shard(out / name)
             continue
-        except (OSError, DataError):
-            pass        # not here; or not whole, and then replaced
         try:
-            hf_hub_download(FINEWEB, name, repo_type="dataset", local_dir=out,
-                            force_download=(out / name).exists())
+            hf_hub_download(FINEWEB, name, repo_type="dataset", local_dir=out, force_download=damaged)
         except Exception as error:      # the library's own, its HTTP client's, the disk's
-            reason = (str(error).splitlines() or [""])[0][:200]
-            raise DataError(f"cannot fetch {name}: {reason} ({type(error).__name__}); the same command goes "
-                            "on where it was") from None
+            while error.__cause__:      # the library says "check your connection" of a 503 too
+                error = error.__cause__
+            reason, *_ = [*str(error).splitlines(), ""]
+            raise DataError(f"cannot fetch {name}: {reason} ({type(error).__name__}); once that is mended, "
+                            "the same command goes on where it was") from None
     print(open_corpus(str(out)).describe())
 
 
@@ -396,18 +388,22 @@ def fetch_fineweb(out: Path, shards: int):
 
 PIECE = 1 << 20                                 # text is tokenized in pieces of about so many characters
 RECORDS = (".jsonl", ".ndjson", ".json")        # files whose lines are records: {"text": "..."}
+LEAST = 256                                     # with fewer tokens there is nothing to train on
+# what is given in place of text, by its first bytes, and how to make text of it
+OTHERS = {b"PAR1": "Parquet: write its texts as lines of JSON", b"PK\3\4": "zip: type unzip",
+          b"BZh": "bzip2: type bunzip2", b"\xfd7zX": "xz: type unxz", b"\x28\xb5\x2f\xfd": "zstd: type "
+          "unzstd", b"%PDF": "PDF: type pdftotext", b"\0\5\x16\7": "macOS's notes: leave it out"}
 
 
 def tokenize(files: list[Path], out: Path, encoding_name: str, val: float, shard_tokens: int):
     """
-    Tokenize files into a new folder of shards, of which a share `val` is held out.
-
-    Memory is bounded by a piece of text (or a record) and by a shard, however long the files are. The disk
-    holds the ids twice for a while.
+    Tokenize files into a new folder of shards, of which a share `val` is held out. Memory is bounded by a
+    piece of text (or a record) and by a shard; the disk holds the ids twice for a while.
     """
     for path in files:
         if not path.is_file():
-            raise DataError(f"{path}: no such file; name the text and .jsonl files to tokenize")
+            raise DataError(f"{path}: no regular file; name the text and .jsonl files to tokenize")
+        next(pieces(path), None)    # another format is told now, not after hours
     if not (0 < val <= 0.5 and 1 <= shard_tokens < 1 << 31):        # the header's count is an int32
         raise DataError(f"--val={val} --shard_tokens={shard_tokens}: give 0 < val <= 0.5, "
                         "1 <= shard_tokens < 2^31")
@@ -429,11 +425,8 @@ def tokenize(files: list[Path], out: Path, encoding_name: str, val: float, shard
 
 @contextmanager
 def new_folder(out: Path):
-    """
-    A folder to fill, which takes the name `out` once all is in it. So half of it is never there, and nothing
-    that was there before is touched. A second command for the same name is refused while one works.
-    """
-    out = out.absolute()
+    """ A folder to fill, which takes the name `out` once all is in it. One command at a time fills it. """
+    out = Path(os.path.realpath(out))       # of a link, where it leads
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"{out}: there already, and no empty folder; name another one")
     making = out.with_name(f"{out.name}.making")
@@ -443,9 +436,9 @@ def new_folder(out: Path):
         raise DataError(f"{making}: another command fills it now, or was killed and left it; wait, or remove "
                         "it, or name another folder") from None
     try:
-        yield making
         if out.is_dir():
-            out.rmdir()     # it is empty, or this fails
+            out.rmdir()     # it is empty, or this fails: of a mount point now, not when all is done
+        yield making
         making.rename(out)
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -453,8 +446,7 @@ def new_folder(out: Path):
 
 def write_ids(files: list[Path], encoding, dtype: np.dtype, val: float, folder: Path) -> int:
     """
-    Write the ids of training documents to folder/train and of those held out to folder/val, without headers
-    -> the number of documents.
+    Write the ids of documents to folder/train, or held out to folder/val, without headers -> their number.
 
     The hash of a document's text (of its first piece) decides, so that copies of a document stay together.
     The first document always trains. If none was held out, the end of the training ids is: of one long text,
@@ -467,14 +459,13 @@ def write_ids(files: list[Path], encoding, dtype: np.dtype, val: float, folder: 
                 ids = encoding.encode_ordinary(text)            # what looks like a special token stays text
                 if opens:
                     held_out = documents and stable_hash(text.encode(errors="replace")) < val * 2**64
-                    file = val_file if held_out else train_file
-                    documents += 1
+                    file, documents = val_file if held_out else train_file, documents + 1
                     ids.insert(0, encoding.eot_token)
                 file.write(np.array(ids, dtype=dtype).tobytes())
             print(f"{path}: {documents:,} documents so far")
-        total = train_file.tell() // dtype.itemsize
-        if not total:
-            raise DataError(f"{files[0]}: no text, in {len(files)} files altogether; name one that has some")
+        total = (train_file.tell() + val_file.tell()) // dtype.itemsize
+        if total < LEAST:
+            raise DataError(f"{files[0]}: {total} tokens altogether are too few to train on; name more text")
         if not val_file.tell():
             tail = min(max(1, round(val * total)), total - 1)
             end = train_file.seek((total - tail) * dtype.itemsize)
@@ -485,16 +476,11 @@ def write_ids(files: list[Path], encoding, dtype: np.dtype, val: float, folder: 
 
 def pieces(path: Path):
     """
-    The text of a file in pieces, none of them empty, each with whether it opens a document.
-
-    A record is a document. Any other file is cut at each <|endoftext|>, which TinyStories has between its
-    tales; there a piece ends with a line, unless that line is itself beyond measure.
+    The text of a file in pieces, none of them empty, each with whether it opens a document. A record does;
+    other files are cut at each <|endoftext|>, as TinyStories has between its tales, and at ends of lines.
     """
-    with open(path, "rb") as file:
-        opener = gzip.open if file.read(2) == b"\x1f\x8b" else open
-    # newline="\n" leaves every line end as it is
-    with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-        try:
+    try:
+        with open_text(path) as file:
             if path.name.lower().removesuffix(".gz").endswith(RECORDS):
                 for number, line in enumerate(file, 1):
                     if text := record(path, number, line):
@@ -509,25 +495,38 @@ def pieces(path: Path):
                     if text:
                         yield opens, text
                         opens = False
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path}: damaged or incomplete ({error}); get it again") from None
-        except UnicodeDecodeError:
-            with opener(path, "rb") as raw:
-                bad = next(n for n, line in enumerate(raw, 1)
-                           if line.decode(errors="ignore").encode() != line)
-            raise DataError(f"{path}:{bad}: not UTF-8; if it is text, convert it, by iconv -f ENCODING -t "
-                            "UTF-8") from None
+    except UnicodeDecodeError:
+        with open_text(path) as file:
+            bad = next(number for number, line in enumerate(file.buffer, 1)
+                       if line.decode(errors="ignore").encode() != line)
+        raise DataError(f"{path}:{bad}: not UTF-8; if it is text, convert it, by iconv -f ENCODING -t "
+                        "UTF-8") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged or incomplete ({error}); get it again") from None
+
+
+def open_text(path: Path):
+    """ The file, unpacked if it is gzip's, to be read as text. DataError if its first bytes are others'. """
+    with open(path, "rb") as file:
+        opener = gzip.open if file.read(2) == b"\x1f\x8b" else open
+    # newline="\n" leaves every line end as it is
+    file = opener(path, "rt", encoding="utf-8-sig", newline="\n")
+    head = file.buffer.peek(4)[:4]
+    for start in filter(head.startswith, OTHERS):
+        raise DataError(f"{path}: not text but {OTHERS[start]}")
+    found = re.sub("-([lb]e)", r"\1", json.detect_encoding(head))       # by a mark, or by NULs
+    if found not in ("utf-8", "utf-8-sig"):
+        raise DataError(f"{path}: not UTF-8; if it is text, convert it, by iconv -f {found} -t utf-8")
+    return file
 
 
 def record(path: Path, number: int, line: str) -> str:
     """ The text of one record; "" for an empty line. """
     try:
-        text = json.loads(line)["text"] if line.strip() else ""
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
-        raise DataError(f'{path}:{number}: no record with a "text"; write each line like {{"text": "..."}}')
-    return text
+        return json.loads(line)["text"] + "" if line.strip() else ""        # only a str adds to ""
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataError(f'{path}:{number}: no record with a "text"; write each line like {{"text": "..."}}'
+                        ) from None
 
 
 # -----------------------------------------------------------------------------
@@ -550,7 +549,7 @@ def main(argv: list[str]) -> int:
                       help="vocabulary (gpt2, which has to be fetched once; bytes needs no network)")
     text.add_argument("--val", type=float, default=0.01, help="share to hold out (0.01)")
     text.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens in a file (100,000,000)")
-    args = parser.parse_args(argv)
+    args, status = parser.parse_args(argv), 2
     try:
         if args.command == "text":
             tokenize(args.files, args.out, args.encoding, args.val, args.shard_tokens)
@@ -558,9 +557,9 @@ def main(argv: list[str]) -> int:
             fetch_fineweb(args.out, args.shards)
         return 0
     except DataError as error:
-        line, status = str(error), 2
+        line = str(error)
     except OSError as error:        # a full disk names no file
-        line, status = f"{error.filename or args.out}: {error.strerror or error}; make room or way for it", 2
+        line = f"{error.filename or args.out}: {error.strerror or error}; mend that, or name another --out"
     except KeyboardInterrupt:
         line, status = "stopped; the same command starts again, and a download goes on where it was", 130
     print(f"error: {line}", file=sys.stderr)

@@ -1,7 +1,9 @@
 """ data.py: what is served, what is refused and in which words, and what is never half written. """
+import bz2
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -130,21 +132,27 @@ def test_a_file_is_in_one_set_only(tmp_path):
 
 
 def test_what_is_no_shard_by_its_name_is_passed_by(folder):
-    """ Catches macOS's ._ files taken for shards, a browser's second copy counted twice, and a run that waits
-    for ever for what a named pipe may bring. """
+    """ Catches macOS's ._ files taken for shards, and copies that are counted twice. """
     whole = (folder / "fineweb_train_000001.bin").read_bytes()
     (folder / "._fineweb_train_000001.bin").write_bytes(b"\0\5\x16\7" * 100)
-    for name in ("fineweb_train_000001 (1).bin", "fineweb_train_000001.bin.part", "train.bin"):
+    for name in ("fineweb_train_000001 (1).bin", "Copy of fineweb_train_000001.bin", "train.bin",
+                 "fineweb_train_000001.bin.part"):
         (folder / name).write_bytes(whole)
-    (folder / "old_train_3.bin").mkdir()
-    if hasattr(os, "mkfifo"):
-        os.mkfifo(folder / "fineweb_val_000001.bin")
-        os.mkfifo(folder / "meta.json")
     assert open_corpus(str(folder)).train.n_tokens == 400
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+@pytest.mark.parametrize("name", ["fineweb_val_000001.bin", "fineweb_train_000003.bin", "meta.json"])
+@pytest.mark.parametrize("make", [os.mkdir, getattr(os, "mkfifo", None), lambda p: os.symlink("nowhere", p)])
+def test_what_is_no_regular_file_is_not_opened(folder, name, make):
+    """ Catches a run that waits for ever for what a named pipe may bring, a shard that is lost without a word
+    since its link leads nowhere, and a meta.json that cannot be read taken for none. """
+    make(folder / name)
+    assert refusal(open_corpus, str(folder)).startswith(str(folder / name))
+
+
 @pytest.mark.parametrize("meta", [b"", b"{", b"[]", b"{}", b'"gpt2"', b'{"encoding": "gpt5"}',
-                                  b'{"encoding": ["gpt2"]}', b"\xff\xfe"])
+                                  b'{"encoding": ["gpt2"]}', b"\xff\xfe", b"[" * 100_000])
 def test_a_bad_meta_is_not_taken_for_gpt2(folder, meta):
     """ Catches a fall-back to GPT-2's ids where meta.json is damaged or names an unknown encoding, and a
     vocabulary that needs the network to be counted. """
@@ -412,17 +420,18 @@ def test_fineweb_is_fetched_once(hub, tmp_path, capsys):
 
 
 def test_faults_of_fetching_are_one_line(hub, tmp_path, capsys, monkeypatch):
-    """ Catches a traceback of the library's, a folder with nothing to train on, a missing package, and
-    GPT-2's ids beside a meta.json that says cl100k_base: no id is out of range, all are wrong. """
+    """ Catches a traceback of the library's, its guess told for the cause, a missing package, and FineWeb in
+    the folder of another text, whose ids may be others: none is out of range, all are wrong. """
     command = ["fineweb10B", "--shards=1", f"--out={tmp_path}"]
-    hub.fault = RuntimeError("429 Client Error\nand ten lines more")
+    hub.fault = RuntimeError("please check your connection")
+    hub.fault.__cause__ = ValueError("Server error '503 Service Unavailable' for url\nand ten lines more")
     told = complaint(capsys, *command)
-    assert "fineweb_val_000000.bin: 429 Client Error (RuntimeError)" in told and "goes on" in told
+    assert "000.bin: Server error '503 Service Unavailable' for url (ValueError); once" in told
     for shards in (0, -1, 104):
         assert "1 to 103" in complaint(capsys, "fineweb10B", f"--shards={shards}", f"--out={tmp_path}")
     hub.calls.clear()
     (tmp_path / "meta.json").write_text('{"encoding": "cl100k_base"}')
-    assert "cl100k_base" in complaint(capsys, *command) and not hub.calls
+    assert "holds a meta.json" in complaint(capsys, *command) and not hub.calls
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install huggingface_hub" in complaint(capsys, *command)
 
@@ -512,13 +521,14 @@ def test_records_by_any_name(tmp_path):
     assert list(data.pieces(tmp_path / "packed.txt")) == [(True, "text")]
 
 
-@pytest.mark.parametrize("spoil", (lambda raw: raw[:-9], lambda raw: raw[:20] + b"XXXX" + raw[24:]))
-def test_a_damaged_gz_is_told(tmp_path, spoil):
+@pytest.mark.parametrize("spoil", (lambda raw: raw[:-9], lambda raw: raw[:20] + b"XXXX" + raw[24:],
+                                   lambda raw: raw[:2], lambda raw: raw[:2] + b"XXXX"))
+def test_a_damaged_gz_is_told(tmp_path, capsys, spoil):
     """ Catches a traceback, and a line that blames the folder that is written. """
     raw = gzip.compress(b"one line of text\n" * 3000)
     (tmp_path / "a.txt.gz").write_bytes(spoil(raw))
-    with pytest.raises(DataError, match="a.txt.gz: damaged or incomplete .*; get it again"):
-        list(data.pieces(tmp_path / "a.txt.gz"))
+    told = complaint(capsys, "text", tmp_path / "a.txt.gz", f"--out={tmp_path / 'out'}", "--encoding=bytes")
+    assert "a.txt.gz: damaged or incomplete (" in told and "get it again" in told
 
 
 @pytest.mark.parametrize("piece", [20, 1 << 20])
@@ -550,7 +560,7 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path, monkeypatch):
     big = tiktoken.Encoding("big", pat_str=r"(?s:.)", special_tokens={"<|endoftext|>": 70_000},
                             mergeable_ranks={bytes([i]): i + 69_000 for i in range(256)})
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: big)
-    (tmp_path / "a.txt").write_text("ab" * 100)
+    (tmp_path / "a.txt").write_text("ab" * 200)
     corpus = text_command(tmp_path, tmp_path / "a.txt", encoding="cl100k_base")
     assert ids_of(corpus.train)[:3] == [70_000, 69_097, 69_098]
     assert corpus.train.sequences(0, 1, 2, 0, 0).tolist() == [[70_000, 69_097, 69_098]]
@@ -559,17 +569,29 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, content, words", [
     ("a.txt", b"good\nbad \xff\n", ":2: not UTF-8; if it is text, convert it"),
     ("a.txt", b"good\n\xf0\x9f\x99", ":2: not UTF-8"),
-    ("a.txt", "good".encode("utf-16"), "convert it"),
-    ("a.txt", "good".encode("utf-16-le"), "NUL"),
+    ("a.txt", "naïve".encode("cp1252"), ":1: not UTF-8; if it is text, convert it, by iconv -f ENCODING"),
+    ("a.txt", "good".encode("utf-16"), "by iconv -f utf-16 -t utf-8"),
+    ("a.txt", "good".encode("utf-16-le"), "by iconv -f utf-16le -t utf-8"),
+    ("a.jsonl", '{"text": "a"}'.encode("utf-16-be"), "by iconv -f utf-16be -t utf-8"),
+    ("a.txt.gz", gzip.compress("good".encode("utf-32-be")), "by iconv -f utf-32be -t utf-8"),
+    ("a.txt", b"good, but\0", "NUL"),
+    ("a.parquet", b"PAR1" + bytes(range(256)), "not text but Parquet"),
+    ("a.jsonl.zst", b"\x28\xb5\x2f\xfd" + bytes(range(256)), "not text but zstd: type unzstd"),
+    ("a.txt.bz2", bz2.compress(b"good"), "not text but bzip2: type bunzip2"),
+    ("a.txt.xz", lzma.compress(b"good"), "not text but xz: type unxz"),
+    ("a.zip", b"PK\3\4" + bytes(range(256)), "not text but zip: type unzip"),
+    ("._a.txt", b"\0\5\x16\7" * 20, "macOS's notes: leave it out"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: not UTF-8"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3: no record"),
     ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ":2: no record"),
     ("a.jsonl", b'{"text": null}\n', ":1: no record"),
     ("a.jsonl", b'["text"]\n', ":1: no record"),
+    ("a.jsonl", b"[" * 100_000, ":1: no record"),
     ("a.json", b'[{"text": "a"}]\n', ":1: no record"),
-    ("a.txt", b"", "no text"),
-    ("a.jsonl", b'\n{"text": ""}\n', "no text"),
-], ids=range(12))
+    ("a.txt", b"", "0 tokens"),
+    ("a.txt", b"abc", "4 tokens altogether are too few"),
+    ("a.jsonl", b'\n{"text": ""}\n', "0 tokens"),
+], ids=range(24))
 def test_bad_input_is_located(tmp_path, capsys, name, content, words):
     """ Catches a traceback, a wrong line number, replacement characters in the corpus, and half a folder. """
     (tmp_path / name).write_bytes(content)
@@ -583,7 +605,8 @@ def test_bad_arguments(tmp_path, capsys):
     good = tmp_path / "a.txt"
     good.write_text("text" * 100)
     out = f"--out={tmp_path / 'out'}"
-    assert "b.txt: no such file" in complaint(capsys, "text", good, tmp_path / "b.txt", out)
+    assert f"{tmp_path}: no regular file" in complaint(capsys, "text", good, tmp_path, out)
+    assert "b.txt: no regular file" in complaint(capsys, "text", good, tmp_path / "b.txt", out)
     for flag in ("--val=0", "--val=0.6", "--val=nan", "--shard_tokens=0", "--shard_tokens=2_147_483_648",
                  "--vall=0.1", "--shard_token=5", "--val=x", "--encoding=gpt5"):
         assert flag.partition("=")[0] in complaint(capsys, "text", good, out, flag)
@@ -605,6 +628,20 @@ def test_what_is_there_is_left_alone(tmp_path, capsys):
     assert "a.txt" in told
     assert {p: p.read_bytes() for p in (tmp_path / "empty").iterdir()} == before
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "empty"]
+
+
+def test_an_empty_folder_gives_way_before_the_work(tmp_path, capsys, monkeypatch):
+    """ Catches hours of tokenizing that are lost in the end, where a link leads to an empty folder, such as
+    on another disk, or where the folder is a mount point, which cannot be replaced. """
+    (tmp_path / "a.txt").write_text("text" * 100)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    assert text_command(tmp_path, tmp_path / "a.txt", out="link").train.n_tokens > 300
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setattr(Path, "rmdir", lambda path: os.rmdir(tmp_path / "a.txt"))      # fails
+    monkeypatch.setattr(data, "write_ids", None)
+    told = complaint(capsys, "text", tmp_path / "a.txt", f"--out={tmp_path / 'mount'}", "--encoding=bytes")
+    assert "name another --out" in told and sorted(os.listdir(tmp_path)) == ["a.txt", "disk", "link", "mount"]
 
 
 def test_one_command_at_a_time_fills_a_folder(tmp_path, capsys):
@@ -635,7 +672,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     to work. Here the text is 3 MB, and its ids in a list would be 24 MB. """
     monkeypatch.setattr(data, "PIECE", 1 << 14)
     (tmp_path / "a.txt").write_text("a line of text\n" * 200_000)
-    (tmp_path / "b.txt").write_text("a line of text\n")
+    (tmp_path / "b.txt").write_text("a line of text\n" * 20)
     text_command(tmp_path, tmp_path / "b.txt", out="first")         # warm: imports and caches
     tracemalloc.start()
     try:
