@@ -395,6 +395,9 @@ def test_there_and_back_is_bit_exact(run, exported, tmp_path, dtype, split):
     folder = exported("hf", dtype)[0]
     hf.import_model(sharded(folder, tmp_path / "s") if split else folder, tmp_path / "in")
     before, after = weights_of(run), weights_of(tmp_path / "in")
+    assert {name: len(w) for name, w in after.items() if name.endswith(".channels")} == {
+        f"{name}.channels": 0 for name in load(run)[0].layers}
+    after = {name: w for name, w in after.items() if not name.endswith(".channels")}
     assert after.keys() == {name for name, p in load(run)[0].model.named_parameters()}
     for name, w in after.items():
         assert w.dtype == torch.float32 and torch.equal(w, before[name].to(hf.DTYPES[dtype]).float()), name
@@ -429,6 +432,12 @@ def tensors(folder, edit):
     st.save_file(content, folder / "model.safetensors")
 
 
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+INDEX = "model.safetensors.index.json"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 FAULTS = {
     "kv": (lambda f: change(f, num_key_value_heads=1), "grouped queries"),
@@ -448,6 +457,20 @@ FAULTS = {
     "missing": (lambda f: tensors(f, lambda t: t.pop(K_PROJ)), K_PROJ),
     "extra": (lambda f: tensors(f, lambda t: t.update({"model.x": torch.zeros(1)})), "model.x"),
     "nan": (lambda f: tensors(f, lambda t: t[K_PROJ].fill_(math.nan)), "NaN"),
+    "beyond float32": (lambda f: tensors(f, lambda t: t.update({K_PROJ: t[K_PROJ].double() + 1e300})), "Inf"),
+    "int8": (lambda f: tensors(f, lambda t: t.update({K_PROJ: t[K_PROJ].to(torch.int8)})), "torch.int8"),
+    "fp8": (lambda f: tensors(f, lambda t: t.update({K_PROJ: t[K_PROJ].to(torch.float8_e5m2)})), "float8"),
+    "many blocks": (lambda f: change(f, num_hidden_layers=10**9), "sizes in config.json"),
+    "wide": (lambda f: change(f, hidden_size=10**30), "sizes in config.json"),
+    "tied to nothing": (lambda f: change(f, tie_word_embeddings=True)
+                        or tensors(f, lambda t: t.pop("model.embed_tokens.weight")), "embed_tokens"),
+    "rope text": (lambda f: change(f, rope_scaling="linear"), "config.json"),
+    "deep config": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json"),
+    "index out": (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}})),
+                  "../x.safetensors is no file in it"),
+    "index list": (lambda f: (f / INDEX).write_text("[]"), "cannot be read"),
+    "pipe": (lambda f: pipe(f / "model.safetensors"), "no file in it"),
+    "config pipe": (lambda f: pipe(f / "config.json"), "config.json"),
 }
 
 
@@ -461,7 +484,10 @@ def copy(exported, to):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_folder_is_one_line(exported, tmp_path, capsys, fault):
-    """ Catches: a traceback, weights of another model taken for these, half a run's folder. """
+    """ Catches: a traceback, weights of another model taken for these, packed ones for plain, files outside
+    the folder that are read, a pipe or sizes without end that hang, half a run's folder. """
+    if "pipe" in fault and not hasattr(os, "mkfifo"):
+        pytest.skip("Windows has no named pipes")
     folder = copy(exported, tmp_path / "model")
     spoil, says = FAULTS[fault]
     spoil(folder)

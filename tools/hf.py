@@ -6,13 +6,10 @@ Into and out of Hugging Face's format: a trained model for other programs, and a
     python -m tools.hf import DIR out/NAME                      makes a run's folder with the weights in DIR,
     python train.py --init_from=out/NAME ...                    and this starts a fresh run from them
 
-Four parts: the table of names, which serves both ways; out, with NVFP4 and the tokenizer; in; the command.
 It needs the package safetensors, and nothing needs transformers. The files of a model are
 model.safetensors, config.json, generation_config.json, and, for an encoding that can be written so,
-tokenizer.json and tokenizer_config.json.
-
-What this file leaves out: files of several shards on the way out, float16, grouped queries, any format with
-code in it.
+tokenizer.json and tokenizer_config.json. Left out: files of several shards on the way out, float16, grouped
+queries, any format with code in it.
 """
 import argparse
 import json
@@ -200,8 +197,7 @@ def pack_weight(name: str, weight: Tensor) -> tuple[Quantized, float]:
 
 def unpack_weight(packed: tuple[Quantized, float]) -> Tensor:
     """ What a program that loads these tensors gets, float32. The division is by a power of two: exact. """
-    q, divisor = packed
-    return q.dequantize() / divisor
+    return packed[0].dequantize() / packed[1]
 
 
 @torch.no_grad()
@@ -320,7 +316,7 @@ KNOBS = {"n_layer": "num_hidden_layers", "d_model": "hidden_size", "n_head": "nu
 def import_model(folder: Path, to: Path, say=print):
     """
     Make a run's folder whose only checkpoint, of step 0, has the weights of an OLMo-2 in Hugging Face's
-    format. The folder comes from anywhere: files that are not safetensors, which can hold code, are not read.
+    format. The folder comes from anywhere: nothing that can hold code is read, nor anything outside of it.
     """
     try:
         theirs = read_json(folder / "config.json")
@@ -393,14 +389,13 @@ def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> dict[st
     weights = {}
     for ours, parts in names.items():
         rows, *columns = shapes[ours]
+        wanted = [rows // len(parts), *columns]
         for name in parts:
-            there, wanted = list(theirs[name].shape), [rows // len(parts), *columns]
-            need(there == wanted, f"{folder}: {name} has the shape {there}, not {wanted}, as its "
-                 "config.json says")
+            there, dtype = list(theirs[name].shape), theirs[name].dtype
+            need(there == wanted, f"{folder}: {name} has the shape {there}, not {wanted} as config.json says")
             # whole numbers and FP8 are packed weights, whose scales are elsewhere
-            dtype = theirs[name].dtype
-            need(dtype.is_floating_point and dtype.itemsize > 1, f"{folder}: {name} is {dtype}: get the "
-                 "model in float32 or bfloat16")
+            need(dtype.is_floating_point and dtype.itemsize > 1,
+                 f"{folder}: {name} is {dtype}: get the model in float32 or bfloat16")
             need(theirs[name].float().isfinite().all(), f"{folder}: {name} holds a NaN or Inf: get it again")
         weights[ours] = torch.cat([theirs[name].float() for name in parts])
     return weights
