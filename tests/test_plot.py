@@ -169,6 +169,7 @@ def test_without_bf16_the_first_run_is_what_others_are_compared_with(tmp_path, c
 
 
 @pytest.mark.parametrize("tail", ["4", "45,4500,9", "45,4500,9.1\n", "\0\0\0",
+                                  "45,nan" + "," * (len(train.COLUMNS) + 1) + "\n",
                                   "45,4500" + "," * (len(train.COLUMNS) + 1) + "0.12"])
 def test_a_torn_row_is_no_row(tmp_path, tail):
     """ Catches: a crash beside a run that is writing, and 0.12 taken for the 0.1234 it was to become. """
@@ -189,6 +190,10 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (folder / "config.json").unlink()
     assert "is not the folder of a run" in fails(capsys, good, folder, f"--to={tmp_path / 'to'}")
     assert "is not the folder of a run" in fails(capsys, tmp_path / "nowhere")
+    odd = '{"recipe": "bf16", "seed": "(", "steps": 1, "batch_tokens": 1}'
+    for text in ("", "[]", "{}", odd, "[" * 100_000):
+        (folder / "config.json").write_text(text)
+        assert "config.json is damaged" in fails(capsys, good, folder, f"--to={tmp_path / 'to'}")
     assert not (tmp_path / "to").exists()
 
 

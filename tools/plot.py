@@ -25,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean, stdev
 
-from config import FREE, Config, ConfigError, need
+from config import FREE, Config, ConfigError, fit, need
 
 FP4, BF16 = "val_loss_fp4", "val_loss_bf16"
 KNOBS = [field.name for field in fields(Config)]
@@ -77,11 +77,17 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    config = folder / "config.json"
-    need(config.is_file(), f"{folder} is not the folder of a run: it has no config.json")
+    path = folder / "config.json"
+    need(path.is_file(), f"{folder} is not the folder of a run: it has no config.json")
+    try:
+        config = json.loads(path.read_bytes())
+        for knob in ("recipe", "seed", "steps", "batch_tokens"):
+            fit(knob, config[knob])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(f"{path} is damaged, or of another program: leave this folder out") from None
     rows = read_rows(folder / "metrics.csv")
-    need(rows, f"{folder / 'metrics.csv'} has no rows: the run has logged nothing yet")
-    return Run(folder, folder.resolve().name, json.loads(config.read_text()), rows)
+    need(rows, f"{folder / 'metrics.csv'} has no rows that train.py wrote: has the run logged nothing yet?")
+    return Run(folder, folder.resolve().name, config, rows)
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -96,7 +102,7 @@ def read_rows(path: Path) -> list[dict]:
             row = {column: float(cell) for column, cell in zip(columns, cells, strict=True) if cell}
         except ValueError:
             continue
-        if {"step", "tokens"} <= row.keys():
+        if math.isfinite(row.get("step", math.nan) + row.get("tokens", math.nan)):
             rows.append(row)
     return rows
 
