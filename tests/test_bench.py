@@ -115,7 +115,8 @@ def test_a_back_end_that_rounds_otherwise_is_not_timed(monkeypatch):
 @pytest.mark.parametrize("number", [3, 5])
 def test_a_rounding_pass_that_is_wrong_is_not_timed(monkeypatch, number):
     """ Catches: a check that looks at no value, or at one of the two orientations alone. """
-    bench.check_rounding("tetrajet_base", 3, 5, CPU)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")    # a kernel is interpreted where there is no GPU alone
+    bench.check_rounding("tetrajet_base", 3, 5, device)
 
     def wrong(r, row, col):
         def f(x):
@@ -125,7 +126,7 @@ def test_a_rounding_pass_that_is_wrong_is_not_timed(monkeypatch, number):
         return f, "kernel"
     monkeypatch.setattr(bench, "rounding_pass", wrong)
     with pytest.raises(CheckFailed, match=f"Q{number} differs"):
-        bench.check_rounding("tetrajet_base", 3, 5, CPU)
+        bench.check_rounding("tetrajet_base", 3, 5, device)
 
 
 def test_the_six_operands_are_those_of_the_linear():

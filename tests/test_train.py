@@ -192,7 +192,7 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(go, monkeypatch):
     go("r", "--recipe=bf16", "--steps=3")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.skipif(not hasattr(os, "fork") or torch.cuda.is_available(), reason="a fork has no GPU")
 def test_kill_at_any_moment(go, shards, straight, tmp_path):
     """ Catches: a checkpoint written in place, a torn one that is believed, rows lost or doubled. """
     flags = [*FULL, "--save_every=1"]
