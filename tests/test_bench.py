@@ -115,7 +115,7 @@ def test_a_back_end_that_rounds_otherwise_is_not_timed(monkeypatch):
 @pytest.mark.parametrize("number", [3, 5])
 def test_a_rounding_pass_that_is_wrong_is_not_timed(monkeypatch, number):
     """ Catches: a check that looks at no value, or at one of the two orientations alone. """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")    # a kernel is interpreted where there is no GPU alone
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")    # kernels are interpreted without
     bench.check_rounding("tetrajet_base", 3, 5, device)
 
     def wrong(r, row, col):
