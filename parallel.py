@@ -60,9 +60,10 @@ def start(cfg: Config, device: torch.device) -> "Ranks":
     check_shares(cfg, world_size())
     need(device.type in ("cpu", "cuda"),
          f"device = {device.type!r} trains alone: type --device=cpu, or leave torchrun out")
+    # PyTorch 2.6 has no FSDP on a CPU, and in 2.7 and 2.8 Gloo adds up gradients that it is to average
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    need(device.type == "cuda" or cfg.parallel == "ddp" or version >= (2, 7),
-         f"parallel = 'fsdp' on a CPU needs PyTorch 2.7, this is {torch.__version__}: type --parallel=ddp")
+    need(device.type == "cuda" or cfg.parallel == "ddp" or version >= (2, 10),
+         f"parallel = 'fsdp' on a CPU needs PyTorch 2.10, this is {torch.__version__}: type --parallel=ddp")
     if device.type == "cuda":
         # Gloo carries what the ranks agree on between two steps, without a wait for the GPU
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
