@@ -335,7 +335,7 @@ def test_shares_that_cannot_be_equal(flags, world, told):
 
 
 def test_fsdp_on_a_cpu_with_an_old_torch_is_one_line(monkeypatch):
-    """ Catches: PyTorch 2.6 told by a traceback; 2.8, whose gradients are as many times too large as ranks. """
+    """ Catches: PyTorch 2.6 told by a traceback; 2.8, whose gradients are sums over ranks and not means. """
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
