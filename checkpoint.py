@@ -268,7 +268,8 @@ def weights_of(net: Net, folder: Path, say) -> dict:
     need(other, f"init_from = {str(folder)!r} holds no checkpoint that can be read; type the folder of a run")
     say(f"weights of {path}")
     names = dict(net.model.named_parameters())
-    theirs = {name: tensor for name, tensor in other["model"].items() if name in names}
+    # also those that have no place here, as an OLMo-2's in a Llama: fill() tells
+    theirs = {name: tensor for name, tensor in other["model"].items() if name.endswith(".weight")}
     own = {name: tensor for name, tensor in net.model.state_dict().items() if name not in names}
     return {"model": own | theirs, "optimizers": [], "step": 0, "seconds": 0.0}
 
@@ -291,7 +292,7 @@ def fill(net: Net, state: dict):
     for name in {**here, **there}:
         a, b = there.get(name, "missing"), here.get(name, "missing")
         need(a == b, f"the checkpoint does not fit this model: {name} is {a} there and {b} here; type the "
-             "sizes that its config.json has")
+             "block and the sizes that its config.json has")
     load_model(net.model, saved)
 
 

@@ -2,12 +2,14 @@
 The transformer that is trained: OLMo-2 (arXiv 2501.00656), top to bottom, with no FP4 in sight.
 
     tokens -> embedding -> n_layer blocks -> RMSNorm -> head -> logits
-    block:  x = x + RMSNorm(attention(x))
-            x = x + RMSNorm(mlp(x))
+    block:  x = x + RMSNorm(attention(x))           or, of a Llama:  x = x + attention(RMSNorm(x))
+            x = x + RMSNorm(mlp(x))                                  x = x + mlp(RMSNorm(x))
 
 What differs from a GPT-2: RMSNorm stands on the output of attention and MLP and not on their input; queries
 and keys are normalised over the whole width; rotary positions; SwiGLU; no biases; a head of its own weights.
-The same weights give the same logits as Olmo2ForCausalLM of Hugging Face transformers (tests/test_model.py).
+The first two are not so in a Llama, which is here so that results can be compared with those of others. The
+same weights give the same logits as Olmo2ForCausalLM and LlamaForCausalLM of Hugging Face transformers
+(tests/test_model.py).
 
 The four linear layers of a block come from make_linear(in_features, out_features, name): this is where FP4
 gets in. Embedding, head, norms and the attention products stay in high precision, as in arXiv 2510.27527.
@@ -58,13 +60,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, d_model: int, n_head: int, eps: float, make_linear: Callable, name: str):
+    def __init__(self, cfg, make_linear: Callable, name: str):
         super().__init__()
-        self.n_head = n_head
-        self.qkv = make_linear(d_model, 3 * d_model, f"{name}.qkv")
-        self.q_norm = RMSNorm(d_model, eps)
-        self.k_norm = RMSNorm(d_model, eps)
-        self.out = make_linear(d_model, d_model, f"{name}.out")
+        self.n_head, d = cfg.n_head, cfg.d_model
+        self.qkv = make_linear(d, 3 * d, f"{name}.qkv")
+        self.q_norm = RMSNorm(d, cfg.norm_eps) if cfg.block == "olmo2" else nn.Identity()
+        self.k_norm = RMSNorm(d, cfg.norm_eps) if cfg.block == "olmo2" else nn.Identity()
+        self.out = make_linear(d, d, f"{name}.out")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, S, d = x.shape
@@ -90,12 +92,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg, make_linear: Callable, name: str):
         super().__init__()
-        self.attn = Attention(cfg.d_model, cfg.n_head, cfg.norm_eps, make_linear, f"{name}.attn")
+        self.norm_first = cfg.block == "llama"
+        self.attn = Attention(cfg, make_linear, f"{name}.attn")
         self.attn_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
         self.mlp = MLP(cfg.d_model, cfg.d_ff, make_linear, f"{name}.mlp")
         self.mlp_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.norm_first:
+            x = x + self.attn(self.attn_norm(x), cos, sin)
+            return x + self.mlp(self.mlp_norm(x))
         x = x + self.attn_norm(self.attn(x, cos, sin))
         return x + self.mlp_norm(self.mlp(x))
 
@@ -107,8 +113,8 @@ def plain_linear(in_features: int, out_features: int, name: str) -> nn.Module:
 class GPT(nn.Module):
     def __init__(self, cfg, vocab_size: int, make_linear: Callable = plain_linear):
         """
-        cfg          has n_layer, d_model, n_head, d_ff, seq_len, rope_theta, norm_eps, init_std, seed and
-                     recompute: keep only the input of each block, and compute the block again in the
+        cfg          has block, n_layer, d_model, n_head, d_ff, seq_len, rope_theta, norm_eps, init_std, seed
+                     and recompute: keep only the input of each block, and compute the block again in the
                      backward pass. Noise is addressed by a counter, so that it comes out the same
         vocab_size   V, rows of the embedding and of the head
         make_linear  (in_features, out_features, name) -> a module with one parameter, `weight` (out, in); the
@@ -130,10 +136,10 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, std: float, seed: int):
         """
-        Matrices from a normal that is cut at 3 std, which leaves 0.987 std; norms 1: as in OLMo-2. All of it
-        is drawn from one generator on the CPU, in the order of named_parameters(), so that every device and
-        every make_linear starts from the same weights. randn has the same numbers in every version of torch;
-        trunc_normal_ has not.
+        Matrices from a normal that is cut at 3 std, which leaves 0.987 std; norms 1: as in OLMo-2, while
+        transformers' Llama does not cut. All of it is drawn from one generator on the CPU, in the order of
+        named_parameters(), so that every device, every make_linear and either block starts from the same
+        weights. randn has the same numbers in every version of torch; trunc_normal_ has not.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, p in self.named_parameters():

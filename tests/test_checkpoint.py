@@ -232,7 +232,8 @@ def test_a_different_run_is_not_overwritten(go):  # noqa: F811
 
 
 def test_weights_of_another_run(go, copy, tmp_path):  # noqa: F811
-    """ Catches: channels, windows or a step that come along with the weights; weights that do not. """
+    """ Catches: channels, windows or a step that come along with the weights; weights that do not, or
+    that have another meaning in the other block. """
     theirs = last_state(copy)["model"]
     folder, _ = go("new", *FULL, f"--init_from={copy}", "--lr=1e-30", "--weight_decay=0", "--stop_at=1")
     ours = last_state(folder)
@@ -240,6 +241,7 @@ def test_weights_of_another_run(go, copy, tmp_path):  # noqa: F811
     assert not any("osci_" in name for name in ours["model"])
     assert torch.equal(ours["model"]["head.weight"], theirs["head.weight"])
     assert "does not fit this model" in go("wide", "--d_ff=64", f"--init_from={copy}", code=2)[1]
+    assert "attn.q_norm.weight is [48]" in go("llama", "--block=llama", f"--init_from={copy}", code=2)[1]
 
 
 def test_overwrite_leaves_what_is_not_the_run_s(go, shards, tmp_path):  # noqa: F811

@@ -77,11 +77,13 @@ def test_name_comes_from_files_and_seed(file):
 
 
 def test_a_saved_config_comes_back(file):
-    """ Catches: a value that JSON changes, 1 in one run and 1.0 in another; a knob that nobody knows. """
+    """ Catches: a value that JSON changes, 1 in one run and 1.0 in another; a knob that nobody knows, or that
+    is missing from a checkpoint because it is newer. """
     cfg = parse(["--lr=1e-5", "--compile=no", "--seed=4", file("clip = 1\n")])
     saved = json.loads(json.dumps(dataclasses.asdict(cfg)))
     assert config_of({"config": saved}) == cfg and type(cfg.clip) is float
     assert config_of({"config": saved}, device="cpu") == dataclasses.replace(cfg, device="cpu")
+    assert saved.pop("block") == "olmo2" and config_of({"config": saved}) == cfg        # older than that knob
     with pytest.raises(ConfigError, match="warmpu.*warmup"):
         config_of({"config": saved | {"warmpu": 0.1}})
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -137,6 +139,7 @@ def test_config_needs_nothing_but_python():
     ("--osci_track=0", "osci_track = 0.0: type a number above 0"),
     ("--warmup=1.5", "warmup = 1.5: type a fraction, from 0 to 1"),
     ("--warmup=1", "does not end before decay_end"), ("--schedule=cos", "type one of cosine, linear"),
+    ("--block=gpt2", "type one of olmo2, llama"),
     ("--optimizer=adam", "type one of adamw, muon"), ("--device=gpu", "type one of auto, cpu, cuda, mps"),
     ("--seed=2147483648", "type a number below"), ("--beta2=1", "type numbers below 1"),
     ("--osci_decay=1", "osci_decay = 1"), ("--lr=1 --weight_decay=1", "a smaller weight_decay"),

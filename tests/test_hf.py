@@ -43,12 +43,16 @@ def shards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(shards, tmp_path_factory) -> Path:
+def run(request, shards, tmp_path_factory) -> Path:
     """ A run of tetrajet_full in which OutControl has chosen channels -> its folder. """
-    out = tmp_path_factory.mktemp("out")
+    out, block = tmp_path_factory.mktemp("out"), getattr(request, "param", "olmo2")
     assert not train.main([*TINY, f"--data={shards}", f"--out={out}", "--name=r", "--recipe=tetrajet_full",
-                           "--steps=6", "--outlier_frac=0.1", "--outlier_start=0.2", "--outlier_window=0.5"])
+                           f"--block={block}", "--steps=6", "--outlier_frac=0.1", "--outlier_start=0.2",
+                           "--outlier_window=0.5"])
     return out / "r"
+
+
+both_blocks = pytest.mark.parametrize("run", ["olmo2", "llama"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +97,11 @@ def mistake(capsys, *args) -> str:
 # out
 
 
+@both_blocks
 def test_logits_equal_transformers(run, exported):
     """
-    Catches: q, k, v in another order, gate and up exchanged, norms swapped, another theta or eps in
-    config.json. The two add in other orders, so they differ by a few eps of the largest logit.
+    Catches: q, k, v in another order, gate and up exchanged, norms swapped, another architecture, theta or
+    eps in config.json. The two add in other orders, so they differ by a few eps of the largest logit.
     """
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported("hf")[0], dtype=torch.float32)
@@ -217,7 +222,7 @@ def test_what_is_packed_is_what_was_rounded(run, exported):
     layers that vLLM fuses with different divisors, of which it keeps one. Read back as the format says.
     """
     net, _ = load(run)
-    modules, names = packed_files(exported("nvfp4")[0]), hf.module_names(2)
+    modules, names = packed_files(exported("nvfp4")[0]), hf.module_names(load_run(run, device="cpu")[1])
     assert len(modules) == 14
     grid = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0.0, -.5, -1, -1.5, -2, -3, -4, -6])
     for ours, layer in net.layers.items():
@@ -264,6 +269,7 @@ def as_exported(net):
     return net
 
 
+@both_blocks
 def test_transformers_computes_with_the_packed_weights(run, exported):
     """ Catches: a folder of good tensors that transformers does not take for a quantized model. """
     transformers = pytest.importorskip("transformers")
@@ -389,6 +395,7 @@ def sharded(folder, to):
     return to
 
 
+@both_blocks
 @pytest.mark.parametrize("dtype, split", [("float32", False), ("float32", True), ("bfloat16", False)])
 def test_there_and_back_is_bit_exact(run, exported, tmp_path, dtype, split):
     """ Catches: rows of q, k, v or of gate and up put back in another order, a weight left out. """
@@ -403,6 +410,7 @@ def test_there_and_back_is_bit_exact(run, exported, tmp_path, dtype, split):
         assert w.dtype == torch.float32 and torch.equal(w, before[name].to(hf.DTYPES[dtype]).float()), name
 
 
+@both_blocks
 def test_a_run_starts_from_it(run, exported, shards, tmp_path, capsys):
     """ Catches: a checkpoint that train.py does not take, flags that it is told to take and does not, and a
     first loss of random weights. """
@@ -443,8 +451,10 @@ FAULTS = {
     "kv": (lambda f: change(f, num_key_value_heads=1), "grouped queries"),
     "rope": (lambda f: change(f, rope_parameters=None, rope_scaling={"rope_type": "yarn"}), "rotary"),
     "new rope": (lambda f: change(f, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5}), "rotary"),
-    "llama": (lambda f: change(f, model_type="llama"), "olmo2"),
+    "mistral": (lambda f: change(f, model_type="mistral"), "'mistral', not olmo2 or llama"),
+    "llama": (lambda f: change(f, model_type="llama"), "input_layernorm.weight is missing"),
     "bias": (lambda f: change(f, attention_bias=True), "biases"),
+    "bias of the MLP": (lambda f: change(f, mlp_bias=True), "biases"),
     "packed": (lambda f: change(f, quantization_config={"quant_method": "x"}), "packed"),
     "text": (lambda f: change(f, num_hidden_layers="2"), "n_layer"),
     "list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
@@ -493,6 +503,18 @@ def test_a_bad_folder_is_one_line(exported, tmp_path, capsys, fault):
     spoil(folder)
     assert says in mistake(capsys, "import", folder, tmp_path / "in")
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_folder_of_llamas_first_years(exported, tmp_path):
+    """ Catches: Llama 2 refused for the speeds of angles that its files hold, or its theta, which they do not
+    name, taken for ours. """
+    folder = copy(exported, tmp_path / "model")
+    path = folder / "config.json"
+    values = {key: value for key, value in json.loads(path.read_text()).items() if "rope" not in key}
+    path.write_text(json.dumps(values))
+    tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(12)}))
+    hf.import_model(folder, tmp_path / "in")
+    assert load_run(tmp_path / "in", data="", device="cpu")[1].rope_theta == 10_000
 
 
 def test_a_tied_head_is_copied_and_said(exported, tmp_path):

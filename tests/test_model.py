@@ -1,4 +1,4 @@
-""" model.py: the same function as transformers' Olmo2ForCausalLM, and what the training loop relies on. """
+""" model.py: the same functions as transformers' Olmo2 and Llama, and what the training loop relies on. """
 import math
 from dataclasses import replace
 
@@ -12,6 +12,8 @@ from model import GPT, IGNORE, RMSNorm, plain_linear, rope, rope_tables
 
 # several of everything, no two sizes alike, so that a transposed or swapped axis cannot pass
 CFG = Config(n_layer=3, d_model=48, n_head=4, d_ff=80, seq_len=32, seed=5)
+LLAMA = replace(CFG, block="llama")
+both = pytest.mark.parametrize("cfg", [CFG, LLAMA], ids=["olmo2", "llama"])
 V = 100
 EPS = torch.finfo(torch.float32).eps
 
@@ -38,9 +40,16 @@ def lively(cfg=CFG, vocab_size=V):
 
 
 def to_transformers(model, cfg):
-    """ The same weights in an Olmo2ForCausalLM: fused layers are cut, names are theirs. """
+    """ The same weights in a model of theirs: fused layers are cut, names are theirs. """
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(
+    config, make, norms = {
+        "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM,
+                  {"self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
+                   "post_attention_layernorm": "attn_norm", "post_feedforward_layernorm": "mlp_norm"}),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM,
+                  {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}),
+    }[cfg.block]
+    theirs = make(config(
         vocab_size=V, hidden_size=cfg.d_model, intermediate_size=cfg.d_ff, num_hidden_layers=cfg.n_layer,
         num_attention_heads=cfg.n_head, max_position_embeddings=cfg.seq_len, rms_norm_eps=cfg.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta}, rope_theta=cfg.rope_theta,
@@ -52,24 +61,23 @@ def to_transformers(model, cfg):
         gate, up = block.mlp.up.weight.chunk(2)
         layer = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
                  "self_attn.o_proj": block.attn.out.weight,
-                 "self_attn.q_norm": block.attn.q_norm.weight, "self_attn.k_norm": block.attn.k_norm.weight,
                  "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": block.mlp.down.weight,
-                 "post_attention_layernorm": block.attn_norm.weight,
-                 "post_feedforward_layernorm": block.mlp_norm.weight}
+                 **{name: block.get_submodule(ours).weight for name, ours in norms.items()}}
         weights |= {f"model.layers.{i}.{name}.weight": w for name, w in layer.items()}
     theirs.load_state_dict(weights)      # strict: a weight of theirs that we lack is an error
     return theirs
 
 
-def test_logits_and_gradients_equal_transformers():
+@both
+def test_logits_and_gradients_equal_transformers(cfg):
     """
-    Catches anything that makes this another architecture: norms on the input, QK-norm per head, interleaved
-    rotary pairs, another theta, gate and up exchanged, eps in another place. The two sum in float32 in other
-    orders (products are fused here), so they differ by a few eps of the largest value: 2.4 were seen for
-    logits, 3.8 for gradients.
+    Catches anything that makes this another architecture: norms on the other side, QK-norm per head, or in a
+    Llama, interleaved rotary pairs, another theta, gate and up exchanged, eps in another place. The two sum
+    in float32 in other orders (products are fused here), so they differ by a few eps of the largest value:
+    2.4 were seen for logits, 3.8 for gradients.
     """
-    ours = lively()
-    theirs = to_transformers(ours, CFG)
+    ours = lively(cfg)
+    theirs = to_transformers(ours, cfg)
     x, y = tokens(), tokens(seed=1)
     a, b = ours(x), theirs(x).logits
     assert a.shape == b.shape and (a - b).abs().max() <= 20 * EPS * b.abs().max()
@@ -184,9 +192,10 @@ def test_bf16_autocast_keeps_norms_and_loss_in_float32():
     assert norm(torch.full((3,), 1e4, dtype=torch.float16)).tolist() == [1, 1, 1]    # 1e8 overflows float16
 
 
-def test_compiles_without_graph_break():
+@both
+def test_compiles_without_graph_break(cfg):
     """ Catches Python in the forward that a compiler cannot follow, also for a second length. """
-    model = lively(replace(CFG, n_layer=1))
+    model = lively(replace(cfg, n_layer=1))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for S in (32, 7):
         x, y = tokens(S=S), tokens(S=S, seed=1)
@@ -246,6 +255,8 @@ def test_initial_weights_follow_the_seed_alone():
     torch.manual_seed(77)
     assert torch.equal(first, weights(CFG))
     assert torch.equal(first, weights(CFG, lambda i, o, name: Other(i, o)))
+    llama = weights(LLAMA)
+    assert torch.equal(first[first != 1], llama[llama != 1])        # all but norms
     assert not torch.equal(first, weights(replace(CFG, seed=6)))
 
     changed = lively()
@@ -287,12 +298,13 @@ def test_optimizer_groups_cover_all():
     torch.optim.AdamW(groups, lr=1e-3)
 
 
-def test_num_params():
+@both
+def test_num_params(cfg):
     """ Catches a split that forgets a table: the paper's sizes count one of the two, ours counts both. """
-    model = GPT(CFG, V)
+    model = GPT(cfg, V)
     count = model.num_params()
     d, f, L = CFG.d_model, CFG.d_ff, CFG.n_layer
-    norms = d * (4 * L + 1)
+    norms = d * ((2 if cfg is LLAMA else 4) * L + 1)
     assert count == {"block_linears": L * (4 * d * d + 3 * d * f), "embeddings": 2 * V * d, "rest": norms}
     assert sum(count.values()) == sum(p.numel() for p in model.parameters())
 

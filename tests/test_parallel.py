@@ -41,8 +41,10 @@ EXACT = [*FULL, "--clip=0", "--d_model=64", "--n_head=2", "--d_ff=32", "--steps=
 # 10 sequences to validate, of which four ranks cannot take the same number
 BF16 = ["--recipe=bf16", "--eval_every=3", "--eval_tokens=320", "--steps=6"]
 NEAREST = ["--recipe=tetrajet_base", "--quantizers=1,2", *BF16[1:]]
-# what acts on whole weights, of which a rank has some rows. No channel is chosen while it acts
-ACTS = {"qema": ["--osci_start=0.1", "--osci_decay=0.5", "--steps=14"], "dampen": ["--osci_strength=10"],
+# what acts on whole weights, of which a rank has some rows. No channel is chosen while it acts. One of
+# them in the other block
+ACTS = {"qema": ["--osci_start=0.1", "--osci_decay=0.5", "--steps=14"],
+        "dampen": ["--osci_strength=10", "--block=llama"],
         "freeze": ["--osci_threshold=0", "--osci_start=0.1", "--lr=1e-2"]}
 EARLY = ["--outlier_start=0.1", "--outlier_window=0.1"]
 

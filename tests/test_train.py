@@ -155,13 +155,14 @@ def test_evaluation_and_logging_touch_no_training_state(go, straight):
     assert_same(learned(last_state(straight)), learned(last_state(busy)))
 
 
-def test_blocks_computed_again_change_nothing(go, monkeypatch):
+@pytest.mark.parametrize("block", ["olmo2", "llama"])
+def test_blocks_computed_again_change_nothing(go, monkeypatch, block):
     """ Catches: noise that is drawn anew in the second pass, channels that are measured differently. """
     calls, states, forward = [], [], QuantLinear.forward
     monkeypatch.setattr(QuantLinear, "forward", lambda layer, x: calls.append(1) or forward(layer, x))
     for name in ("kept", "again"):
         calls.clear()
-        folder, _ = go(name, *FULL, f"--recompute={name == 'again'}")
+        folder, _ = go(name, *FULL, f"--block={block}", f"--recompute={name == 'again'}")
         states.append((len(calls), learned(last_state(folder))))
     (kept, a), (again, b) = states
     assert again > 1.4 * kept

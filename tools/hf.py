@@ -1,5 +1,5 @@
 """
-Into and out of Hugging Face's format: a trained model for other programs, and an OLMo-2 to go on from.
+Into and out of Hugging Face's format: a trained model for other programs, an OLMo-2 or Llama to go on from.
 
     python -m tools.hf export out/RUN DIR                       master weights, for transformers and lm-eval
     python -m tools.hf export out/RUN DIR --format=nvfp4        block linears in packed NVFP4, for vLLM
@@ -46,23 +46,26 @@ from recipes import to_json
 # ours: theirs. A layer that is fused here is several of theirs, one below the other: the rows are stacked
 BLOCK = {
     "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.q_norm": ("self_attn.q_norm",),
-    "attn.k_norm": ("self_attn.k_norm",),
     "attn.out": ("self_attn.o_proj",),
-    "attn_norm": ("post_attention_layernorm",),
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
-    "mlp_norm": ("post_feedforward_layernorm",),
+}
+# of each `block`, which is also their model_type. One name has two meanings: in an OLMo-2 it is the norm of
+# attention's output, in a Llama that of the MLP's input
+NORMS = {
+    "olmo2": {"attn.q_norm": ("self_attn.q_norm",), "attn.k_norm": ("self_attn.k_norm",),
+              "attn_norm": ("post_attention_layernorm",), "mlp_norm": ("post_feedforward_layernorm",)},
+    "llama": {"attn_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",)},
 }
 REST = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def module_names(n_layer: int) -> dict[str, list[str]]:
+def module_names(cfg: Config) -> dict[str, list[str]]:
     """ Each module of ours that has a weight -> theirs, in the order in which their rows are stacked. """
     names = {ours: [theirs] for ours, theirs in REST.items()}
-    for i in range(n_layer):
+    for i in range(cfg.n_layer):
         names |= {f"blocks.{i}.{ours}": [f"model.layers.{i}.{name}" for name in theirs]
-                  for ours, theirs in BLOCK.items()}
+                  for ours, theirs in (BLOCK | NORMS[cfg.block]).items()}
     return names
 
 
@@ -95,7 +98,7 @@ def export(net: Net, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: st
         for name, content in files.items():
             (making / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         try:
-            save_file(tensors_of(model, packed, DTYPES[dtype]), making / "model.safetensors",
+            save_file(tensors_of(model, cfg, packed, DTYPES[dtype]), making / "model.safetensors",
                       metadata={"format": "pt"})
         except SafetensorError as error:        # in which it wraps what is wrong with the disk
             raise ConfigError(f"cannot write {to}: {error}") from None
@@ -106,7 +109,7 @@ def export(net: Net, cfg: Config, corpus: Corpus, kind: str, to: Path, dtype: st
     for line in price(net, cfg, corpus, packed) if packed else ():
         say(line)
     rows = model.embed.weight.shape[0]
-    say(f"{to}: Olmo2ForCausalLM, {sum(model.num_params().values()):,} parameters in {dtype}"
+    say(f"{to}: {settings['architectures'][0]}, {sum(model.num_params().values()):,} parameters in {dtype}"
         + (", those of the blocks' linears in NVFP4" if packed else ""))
     say(f"vocab_size {rows} as in the checkpoint: {corpus.vocab_size} ids of encoding {corpus.encoding_name} "
         f"and {rows - corpus.vocab_size} rows of padding")
@@ -116,24 +119,24 @@ def model_config(model: GPT, cfg: Config, corpus: Corpus, dtype: str) -> dict:
     """ config.json. Two spellings of dtype and theta: transformers renamed both between versions 4 and 5. """
     eot = corpus.vocab_size - 1 if corpus.encoding_name in TOKENIZERS else None
     return {
-        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
+        "architectures": [f"{cfg.block.capitalize()}ForCausalLM"], "model_type": cfg.block,
         "vocab_size": model.embed.weight.shape[0], "hidden_size": cfg.d_model,
         "intermediate_size": cfg.d_ff, "num_hidden_layers": cfg.n_layer,
         "num_attention_heads": cfg.n_head, "num_key_value_heads": cfg.n_head,
         "max_position_embeddings": cfg.seq_len, "rms_norm_eps": cfg.norm_eps,
         "rope_theta": cfg.rope_theta, "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
-        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
         "tie_word_embeddings": False, "initializer_range": cfg.init_std, "use_cache": True,
         "bos_token_id": eot, "eos_token_id": eot, "pad_token_id": None,
         "torch_dtype": dtype, "dtype": dtype,
     }
 
 
-def tensors_of(model: GPT, packed: dict[str, tuple[Quantized, float]], dtype: torch.dtype) -> dict:
+def tensors_of(model: GPT, cfg: Config, packed: dict, dtype: torch.dtype) -> dict:
     """ Every tensor of model.safetensors by name, on the CPU; modules in `packed` as three tensors each. """
     tensors = {}
-    for ours, theirs in module_names(len(model.blocks)).items():
+    for ours, theirs in module_names(cfg).items():
         if ours not in packed:
             weight = model.get_submodule(ours).weight.detach()
             for name, rows in zip(theirs, weight.chunk(len(theirs))):
@@ -308,24 +311,25 @@ def halves(token: bytes, rank: dict[bytes, int]) -> list[bytes]:
 # -----------------------------------------------------------------------------
 # in
 
-KNOBS = {"n_layer": "num_hidden_layers", "d_model": "hidden_size", "n_head": "num_attention_heads",
-         "d_ff": "intermediate_size", "vocab_size": "vocab_size", "norm_eps": "rms_norm_eps",
-         "rope_theta": "rope_theta"}
+KNOBS = {"block": "model_type", "n_layer": "num_hidden_layers", "d_model": "hidden_size",
+         "n_head": "num_attention_heads", "d_ff": "intermediate_size", "vocab_size": "vocab_size",
+         "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}
 
 
 def import_model(folder: Path, to: Path, say=print):
     """
-    Make a run's folder whose only checkpoint, of step 0, has the weights of an OLMo-2 in Hugging Face's
-    format. The folder comes from anywhere: nothing that can hold code is read, nor anything outside of it.
+    Make a run's folder whose only checkpoint, of step 0, has the weights of an OLMo-2 or Llama in Hugging
+    Face's format. The folder comes from anywhere: nothing that can hold code, nor anything outside, is read.
     """
     try:
         theirs = read_json(folder / "config.json")
-        values = {**theirs, **(theirs.get("rope_parameters") or {})}
+        # a config.json of Llama's first years has no theta, and means this one
+        values = {"rope_theta": 1e4, **theirs, **(theirs.get("rope_parameters") or {})}
         check_plain(values)
         cfg = check(Config(out=str(to.parent), name=to.name,
                            **{knob: fit(knob, values[key]) for knob, key in KNOBS.items()}))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} is not that of a plain OLMo-2 ({error})") from None
+        raise ConfigError(f"{folder}/config.json is not that of a plain OLMo-2 or Llama ({error})") from None
     tensors, tied = read_tensors(folder), values.get("tie_word_embeddings")
     if tied:
         tensors |= {"lm_head.weight": w for name, w in tensors.items() if name == "model.embed_tokens.weight"}
@@ -348,11 +352,12 @@ def import_model(folder: Path, to: Path, say=print):
 
 def check_plain(theirs: dict):
     """ ConfigError where their config.json asks for what model.py does not have. """
-    need(theirs.get("model_type") == "olmo2", f"its model_type is {theirs.get('model_type')!r}, not 'olmo2'")
+    kind, biases = theirs.get("model_type"), theirs.get("attention_bias") or theirs.get("mlp_bias")
+    need(kind in NORMS, f"its model_type is {kind!r}, not {' or '.join(NORMS)}")
     rope = theirs.get("rope_scaling") or theirs
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     heads, wide = theirs["num_attention_heads"], theirs["hidden_size"]
-    for odd, what in ((scaled, "scaled rotary positions"), (theirs.get("attention_bias"), "biases"),
+    for odd, what in ((scaled, "scaled rotary positions"), (biases, "biases"),
                       ((theirs.get("num_key_value_heads") or heads) != heads, "grouped queries"),
                       ((theirs.get("head_dim") or wide // heads) != wide // heads, "heads of another width"),
                       (theirs.get("hidden_act", "silu") != "silu", "another activation than silu"),
@@ -376,16 +381,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def our_weights(theirs: dict[str, Tensor], cfg: Config, folder: Path) -> dict[str, Tensor]:
-    """ Their tensors -> ours, float32. ConfigError unless they are those of an OLMo-2 of its sizes. """
+    """ Their tensors -> ours, float32. ConfigError unless they are those that model.py has in its sizes. """
     largest = max((n for tensor in theirs.values() for n in tensor.shape), default=0)
     need(cfg.n_layer <= len(theirs) and max(cfg.d_model, cfg.d_ff, cfg.vocab_size) <= largest,
          f"{folder}: the sizes in config.json are beyond those of its tensors")
     with torch.device("meta"):      # takes no memory: only the shapes are wanted
         shapes = {name: p.shape for name, p in GPT(cfg, cfg.vocab_size).named_parameters()}
     names = {f"{ours}.weight": [f"{name}.weight" for name in parts]
-             for ours, parts in module_names(cfg.n_layer).items()}
-    odd = theirs.keys() ^ {name for parts in names.values() for name in parts}
-    need(not odd, f"{folder}: the tensor {min(odd, default='')} is missing, or has no place in an OLMo-2")
+             for ours, parts in module_names(cfg).items()}
+    # older Llamas bring the speeds of their rotary angles, which follow from theta
+    known = {name for name in theirs if not name.endswith(".rotary_emb.inv_freq")}
+    odd = known ^ {name for parts in names.values() for name in parts}
+    need(not odd, f"{folder}: the tensor {min(odd, default='')} is missing, or has no place in {cfg.block}")
     weights = {}
     for ours, parts in names.items():
         rows, *columns = shapes[ours]
@@ -418,7 +425,7 @@ def main(argv: list[str]) -> int:
     out.add_argument("--dtype", choices=DTYPES, help="of --format=hf: float32 (the default) or bfloat16")
     out.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (auto)")
     out.add_argument("--data", help="folder of token shards, if it is not where it was in training")
-    back = commands.add_parser("import", allow_abbrev=False, help="the weights of an OLMo-2, to start from")
+    back = commands.add_parser("import", allow_abbrev=False, help="the weights of an OLMo-2 or Llama")
     back.add_argument("model", type=in_full, help="a folder in Hugging Face's format")
     back.add_argument("to", type=in_full, help="a new folder, such as out/olmo2")
     args = parser.parse_args(argv)
