@@ -85,10 +85,14 @@ def compile_parts(model: GPT):
     Compile the forward of all blocks as one program, since they differ in the numbers of their layers alone,
     and the loss. In training only: a text would compile it for each of its lengths.
     """
-    if not hasattr(torch._dynamo.config, "allow_unspec_int_on_nn_module"):
+    dynamo = torch._dynamo.config
+    if not hasattr(dynamo, "allow_unspec_int_on_nn_module"):
         return      # before PyTorch 2.7: it would compile each block by itself, and most of them never
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    torch._dynamo.config.recompile_limit = 16       # the phases of a run make 7 programs of a block
+    dynamo.allow_unspec_int_on_nn_module = True
+    dynamo.recompile_limit = 16         # the phases of a run make 7 programs of a block
+    # PyTorch 2.10 on Python 3.13 went on with the program of before when a layer's attributes had changed
+    if hasattr(dynamo, "use_recursive_dict_tags_for_guards"):
+        dynamo.use_recursive_dict_tags_for_guards = False
 
     def in_training(module: nn.Module, method: Callable) -> Callable:
         compiled = torch.compile(method)
