@@ -441,7 +441,7 @@ class QuantLinear(nn.Linear):
     outliers        how many input channels OutControl may keep in recipe.outlier's format
     channels        buffer (outliers,): those channels, ascending; all -1 until they are chosen
     split           whether they are chosen yet
-    squares         None, or (K,), to which forward adds the squares of its input, for OutControl to look at
+    squares         None, or (K,), to which multiply adds the squares of its input, for OutControl to look at
     extra           keys of AROUND that are applied outside those of the recipe; remedies of osci.py set them
     enabled         False: nothing is rounded, for a look at the same weights in evaluation
     """
@@ -472,6 +472,9 @@ class QuantLinear(nn.Linear):
 
     def multiply(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         """ x (T, K), w (N, K) -> y (T, N). Backward needs the counter as it is now, so it gets a copy. """
+        if self.squares is not None and self.training:
+            # with recomputation this runs twice: all channels get the same factor, and their order stays
+            self.squares += x.detach().float().square().sum(0)
         counter = self.counter.state.to(x.device, copy=True)
         channels = self.channels if self.split else self.channels[:0]
         save = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
@@ -479,9 +482,6 @@ class QuantLinear(nn.Linear):
         return linear(x, w, self.recipe, channels, counter, self.layer, dtype, save)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.squares is not None and self.training:
-            # with recomputation this runs twice: all channels get the same factor, and their order stays
-            self.squares += x.detach().float().square().flatten(0, -2).sum(0)
         if not self.enabled or not any(self.recipe.operands):
             return F.linear(x, self.weight, self.bias)
         # what autocast does to nn.Linear; but W stays as it is: Q2 rounds the master weight, the float32 one
