@@ -6,7 +6,7 @@ is a code: a few bits that say which number of the grid it is, with the sign in 
 
     a number of e2m1   is a nibble: the sign in bit 3, and 0 to 7 for the magnitudes 0 .5 1 1.5 2 3 4 6
     a number of e4m3   is a byte: the sign in bit 7, and the magnitude in bits 0 to 6
-    an inner scale     is a byte: the code of its grid; a scale has no sign
+    an inner scale     is a byte: the code of its grid. A scale has no sign; a rule may use its bit
 
 Training does not need them, since fake_quantize() of quant.py gives the same values, bit for bit. Oscillation
 (osci.py) is counted in codes, and tensor cores (kernels.py) and exports (tools/hf.py) take codes and bytes.
@@ -51,8 +51,10 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """ The values, float32 (M, K). """
-        blocks = to_blocks(grid_number(self.code, self.operand), self.operand)
-        return from_blocks(blocks * self.scale()[:, :, None], self.code.shape, self.operand)
+        op, scale = self.operand, self.scale()[:, :, None]
+        blocks, stored = to_blocks(grid_number(self.code, op), op), RULES[op.rule].stored
+        blocks = stored[1](blocks, scale) if stored else blocks
+        return from_blocks(blocks * scale, self.code.shape, op)
 
     def bits_per_value(self) -> float:
         """ What a value takes in storage, with its share of the scales: 4.75 for whole double blocks. """
@@ -65,8 +67,9 @@ def quantize(x: Tensor, op: Operand, noise: Tensor | None = None) -> Quantized:
     x (M, K) -> its codes and scales, whose values are fake_quantize(x, op, noise). The sign of x is kept
     where its magnitude is rounded to zero, too.
     """
-    blocks = to_blocks(x.detach().float(), op)
-    c, inner, outer = RULES[op.rule].f(blocks, op, None if noise is None else to_blocks(noise, op))
+    blocks, rule = to_blocks(x.detach().float(), op), RULES[op.rule]
+    c, inner, outer = rule.f(blocks, op, None if noise is None else to_blocks(noise, op))
+    c = rule.stored[0](c, inner) if rule.stored else c
     # a NaN lies in a block whose scale is NaN: any code will do, but on every device the same
     code = encode(from_blocks(c, x.shape, op).abs().nan_to_num(0.0), GRIDS[op.grid])
     code |= x.signbit().to(torch.uint8) << sign_bit(op)
@@ -130,14 +133,14 @@ def scale_byte(scale: Tensor, op: Operand) -> Tensor:
     # has exponent 0 in both
     byte = value.view(torch.int32) >> 23
     if op.scale != "e8m0":
-        byte = encode(value, GRIDS[op.scale]).int()
+        byte = encode(value.abs(), GRIDS[op.scale]).int() | (value < 0) << 7
     return torch.where(nan, 0x7F if op.scale == "e4m3" else 0xFF, byte).to(torch.uint8)
 
 
 def scale_value(byte: Tensor, op: Operand) -> Tensor:
     """ Bytes -> inner scales, float32: the inverse of scale_byte(). """
     if op.scale == "e4m3":
-        return decode(byte, E4M3)
+        return grid_number(byte, Operand(grid="e4m3"))
     if op.scale == "e8m0":
         exponent = byte.to(torch.int32)
         value = torch.where(exponent == 0, 2.0**-127, (exponent << 23).view(torch.float32))

@@ -246,12 +246,15 @@ class Rule:
     grids    names of the grids that it knows, () for any
     rounds   the values of Operand.rounding that it knows
     outer    whether it may have an outer scale although its inner scales are powers of two
+    stored   where c is not all on the grid, two functions of (blocks, their scales): the grid's numbers that
+             are stored for c, and back
     """
     f: Callable
     scales: str = "any"
     grids: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ("rtn", "sr")
     outer: bool = False
+    stored: tuple[Callable, Callable] | None = None
 
 
 RULES = Table(nearest=Rule(round_blocks, scales="mantissa"), up=Rule(partial(round_blocks, up=True)))

@@ -2,9 +2,9 @@
 What the recipes of other papers need beyond rounding.py, put into its open tables, bit for bit that of
 rivals/rules.py.
 
-    KERNELS  17/16, 4/6, eden, max; floor, quest, 3/4
+    KERNELS  17/16, 4/6, if4, eden, max; floor, quest, 3/4
     TURNS    rotations of 2, 4, 8, 32, 64 and 128 values
-    DRAWS    fixed signs
+    DRAWS    fixed signs, and none
     PASSES   there and back: X and W rotated around the linear, with the mask of what is not clipped
 
 A rule here gets what rounding.py's own get: strips v, which times factor are the values, and so on.
@@ -14,17 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quant import Operand
-from rivals.rules import EDEN_ROOM, FIXED_SIGNS, NORMAL_GAIN, PASSES, QUEST_TOP
+from quant import GRIDS, Operand
+from rivals.rules import EDEN_ROOM, EVEN, FIXED_SIGNS, NORMAL_GAIN, PASSES, QUEST_TOP
 from rounding import (DRAWS, INF_BITS, KERNELS, TINY, TURNS, Kernel, Side, binade, clip, fresh, in_pairs,
                       inner_scale, inverse, load, log2, maximum_of_blocks, nan_unless_finite, nearest,
-                      noise_of, outer_scale, plan, rotate, round_in, stochastic, store, times, to_float,
+                      noise_of, outer_scale, over, plan, rotate, round_in, stochastic, store, times, to_float,
                       to_nearest, with_sign)
 
 TOP_OF_QUEST, FIXED = tl.constexpr(QUEST_TOP), tl.constexpr(FIXED_SIGNS)
 # 4/3 in float32, and what rule 3/4 multiplies its powers of two by when it rounds to nearest
 FOUR_THIRDS = tl.constexpr(torch.tensor(4 / 3).item())
 LONGER = tl.constexpr((torch.tensor(4 / 3) * NORMAL_GAIN).item())
+# the evenly spaced numbers of rule if4: those of E1M2 times STEPS
+E1M2, STEPS = tl.constexpr(GRIDS["e1m2"]), tl.constexpr(torch.tensor(EVEN).item())
 
 # -----------------------------------------------------------------------------
 # rules for scales with a mantissa
@@ -36,22 +38,59 @@ def four_over_six(v, amax, factor, largest, place, SIDE: tl.constexpr):
     outer = outer_scale(largest, SIDE)
     six = inner_scale(amax, largest, outer, 6.0, False, SIDE)
     four = inner_scale(amax, largest, outer, 4.0, False, SIDE)
-    _, inv_unit = _unit(amax)
-    better = (_error(v, four * outer, factor, inv_unit, SIDE)
-              < _error(v, six * outer, factor, inv_unit, SIDE))
+    c_four = round_in(v, four * outer, factor, place, True, SIDE)
+    c_six = round_in(v, six * outer, factor, place, True, SIDE)
+    better = (_error(v, c_four, four * outer, amax, factor, SIDE)
+              < _error(v, c_six, six * outer, amax, factor, SIDE))
     inner = tl.where(better, four, six)
     # rounded a third time: cheaper than to keep both sets of values in registers
     return round_in(v, inner * outer, factor, place, True, SIDE), inner, outer
 
 
 @triton.jit
-def _error(v, scale, factor, inv_unit, SIDE: tl.constexpr):
-    """ The squared error of blocks at this scale, in units of a power of two. """
-    GRID: tl.constexpr = SIDE.grid
-    squares, inv = (), inverse(scale) * factor
+def if4(v, amax, factor, largest, place, SIDE: tl.constexpr):
+    """ if4: the block in E2M1 or in evenly spaced numbers, whichever has the smaller squared error. """
+    TOP: tl.constexpr = 6.0 * 16 / 17 if SIDE.stochastic else 6.0
+    outer = tl.where(largest < TINY, 1.0, over(over(largest, SIDE.reach), TOP))
+    inner = inner_scale(amax, largest, outer, TOP, False, SIDE)
+    scale = inner * outer
+    c, even = round_in(v, scale, factor, place, True, SIDE), _evenly(v, scale, factor, place, SIDE)
+    better = _error(v, even, scale, amax, factor, SIDE) < _error(v, c, scale, amax, factor, SIDE)
+    out = ()
     for i in tl.static_range(16):
-        c = clip(to_nearest(v[i] * inv, GRID), GRID.max)
-        e = v[i] * (inv_unit * factor) - c * (scale * inv_unit)
+        out = out + (tl.where(better, even[i], c[i]),)
+    return out, inner, outer
+
+
+@triton.jit
+def _evenly(v, scale, factor, place, SIDE: tl.constexpr):
+    """ Strips v, times factor, at their scales -> evenly spaced numbers, by the other noise. """
+    GRID: tl.constexpr = E1M2.value
+    at, group = place
+    inv = inverse(scale * STEPS) * factor
+    c, noise = (), v
+    for eight in tl.static_range(0, 16, 8):
+        if SIDE.stochastic:
+            noise = noise_of(at, (group + eight // 8).to(tl.uint32), SIDE.noise, GRID)
+        for i in tl.static_range(8):
+            y = v[eight + i] * inv
+            if SIDE.stochastic:
+                bits = noise[i].to(tl.int32, bitcast=True)              # 16 of them are the noise
+                bits = (bits & -65536) | (bits * 181 & 65535)
+                near = stochastic(y, bits.to(tl.float32, bitcast=True), GRID)
+            else:
+                near = to_nearest(y, GRID)
+            c = c + (clip(near, GRID.max) * STEPS,)
+    return c
+
+
+@triton.jit
+def _error(v, c, scale, amax, factor, SIDE: tl.constexpr):
+    """ The squared error of blocks as numbers c at this scale, in units of a power of two. """
+    _, inv_unit = _unit(amax)
+    squares = ()
+    for i in tl.static_range(16):
+        e = v[i] * (inv_unit * factor) - c[i] * (scale * inv_unit)
         squares = squares + (e * e,)
     return _sum(squares, SIDE)
 
@@ -155,6 +194,7 @@ def _sum(x, SIDE: tl.constexpr):
 
 KERNELS["17/16"] = Kernel(nearest, top=16 / 17)
 KERNELS["4/6"] = Kernel(four_over_six, reach=256.0, rounds=("rtn",), warps=16)
+KERNELS["if4"] = Kernel(if4, codes=False, warps=16)
 KERNELS["eden"] = Kernel(eden, top=EDEN_ROOM, reach=256.0, squares=False)
 KERNELS["max"] = Kernel(one_in_all, reach=1.0, inner=False, codes=False)
 KERNELS["floor"] = Kernel(floor)
@@ -225,9 +265,16 @@ def fixed(at, STREAM: tl.constexpr):
     return fresh((at[0], zero, zero, zero), FIXED)
 
 
+@triton.jit
+def none(at, STREAM: tl.constexpr):
+    """ No bit is set, and no sign a minus. """
+    zero = tl.full((), 0, tl.int32)
+    return zero, zero, zero, zero
+
+
 for size in (2, 4, 8, 32, 64, 128):
     TURNS[size] = turn
-DRAWS["fixed"] = fixed
+DRAWS |= {"fixed": fixed, "none": none}
 
 # -----------------------------------------------------------------------------
 # around the linear: Quartet's forward pass, and its way back. Each is one op that torch.compile does not look

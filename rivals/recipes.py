@@ -45,6 +45,9 @@ FIXED = dict(rotate=(0, 0, 16), signs=("fresh", "fresh", "fixed"))
 # E2M1 has no number between 4 and 6, so the maximum of a block goes to whichever of the two is better
 SIX, SIX_SQUARE = replace(NVFP4, rule="4/6"), replace(SQUARE, rule="4/6")
 
+# each block in E2M1 or evenly spaced
+IF4 = replace(NVFP4, grid="if4", rule="if4")
+
 # scales with the range of E5M3. differs: the outer scale is made anew at every step, not every 50
 UE5M3, UE5M3_SQUARE = replace(NVFP4, scale="ue5m3"), replace(SQUARE, scale="ue5m3")
 
@@ -81,6 +84,14 @@ RECIPES["tetrajet_v1"] = Recipe(CEIL, CEIL, *[CEIL_SR] * 4, align=True)
 RECIPES["quartet"] = Recipe(QUEST, QUEST, *[replace(QUARTET_BACK, rounding="sr")] * 4, **QUARTET)
 RECIPES["quartet_v4"] = Recipe(QUEST, QUEST, *[QUARTET_BACK] * 4, **QUARTET)
 
+# 2502.20586: the forward pass in bf16, where it also has FP8; both products of the backward pass in MXFP4, of
+# W and X as they are. The scale of Quartet's backward pass is theirs
+RECIPES["tseng"] = Recipe(None, None, *[replace(QUARTET_BACK, rounding="sr")] * 4, align=False,
+                          rotate=(0, 64, 64))
+# 2605.09825 says that a rotation helps, and that noise and random signs do not: the same without either
+RECIPES["tseng_fixed"] = Recipe(None, None, *[MXFP4] * 4, align=False, rotate=(0, 64, 64),
+                                signs=("fresh", "none", "none"))
+
 # 2601.22813: four-over-six forward; backward MS-EDEN in all four operands, of what the forward pass rounded
 RECIPES["quartet2"] = Recipe(SIX, SIX, *[EDEN] * 4, align=True, rotate=(0, 128, 128))
 
@@ -90,6 +101,14 @@ RECIPES["nvidia"] = same(NVFP4, SQUARE, NVFP4_SR, xt=NVFP4, **FIXED)
 # 2512.02010 changes the forward pass of nvidia; gradients stay, where the choice would be a bias.
 # differs: X^T in dW has the rule too, which that paper's summary leaves open
 RECIPES["four_over_six"] = same(SIX, SIX_SQUARE, NVFP4_SR, xt=SIX, **FIXED)
+
+# 2603.28765, by the code of its 340M model: 1x16 blocks in weights too, dW rotated, gradients stochastic
+# differs: its last four of 24 blocks are in bf16, here none unless --keep_last says so
+RECIPES["if4"] = same(IF4, IF4, replace(IF4, rounding="sr"), **FIXED)
+
+# 2603.10444 v2: the mean of the tokens apart, see averis in rules.py
+# differs: dY is stochastic and X, W are not, which the summary at hand leaves open
+RECIPES["averis"] = same(NVFP4, NVFP4, NVFP4_SR, around=("averis",))
 
 # 2505.19115: split rounding, stochastic for gradients and for the activations of the update
 RECIPES["fp4_all_the_way"] = same(NVFP4, NVFP4, NVFP4_SR, xt=NVFP4_SR)

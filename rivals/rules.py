@@ -1,16 +1,17 @@
 """
 What the recipes of other papers need beyond quant.py, put into its open tables.
 
-    GRIDS   e1m2, e5m2, ue5m3
+    GRIDS   e1m2, if4, e5m2, ue5m3
     SIGNS   fixed, none
-    RULES   17/16, 4/6, eden for E4M3 scales; floor, quest, 3/4 for powers of two; max: one in all
-    AROUND  rotate 32 none, and other sizes; trust: Quartet's forward pass
+    RULES   17/16, 4/6, if4, eden for E4M3 scales; floor, quest, 3/4 for powers of two; max: one in all
+    AROUND  rotate 32 none, and other sizes; trust: Quartet's forward pass; averis
 
 A rule gets blocks (R, B, n), one row of n values for each block, and returns grid numbers (R, B, n),
 inner scales and outer scales (R, B, 1). What a squared error or a root mean square is taken of is
 first divided by a power of two, so that no square leaves float32.
 """
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Callable
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from codes import E2M1, decode, encode
 from noise import random_signs
 from quant import (AROUND, GRIDS, RULES, SIGNS, TINY, Around, Grid, Operand, QuantLinear, Rule, binade,
                    from_blocks, hadamard, over, round_blocks, round_in, round_to_grid, to_blocks)
@@ -26,6 +28,7 @@ from quant import (AROUND, GRIDS, RULES, SIGNS, TINY, Around, Grid, Operand, Qua
 # grids and signs
 
 GRIDS["e1m2"] = Grid(emin=0, mbits=2, max=1.75)         # uniform, as INT4 is: 0 .25 .5 ... 1.75
+GRIDS["if4"] = E2M1                                     # or as many evenly spaced numbers: rule if4
 GRIDS["e5m2"] = Grid(emin=-14, mbits=2, max=57344.0)    # FP8 with more range
 GRIDS["ue5m3"] = Grid(emin=-14, mbits=3, max=61440.0)   # a scale; its top exponent is not used
 
@@ -81,15 +84,52 @@ def four_over_six(blocks: Tensor, op: Operand, noise: Tensor | None):
     """
     room = 1.0 if noise is None else 16 / 17
     c, inner, outer = round_blocks(blocks, op, noise, top=6.0 * room, reach=256.0)
-    # noise of its own for the second rounding, of the same 16 bits: times an odd number is a
-    # permutation of them, here with a correlation of 1/181, and exact in float32
-    noise_4 = None if noise is None else (noise * 181.0).frac()
-    c_4, inner_4, _ = round_blocks(blocks, op, noise_4, top=4.0 * room, outer=outer)
+    c_4, inner_4, _ = round_blocks(blocks, op, other(noise), top=4.0 * room, outer=outer)
+    return better(blocks, outer, (c, inner), (c_4, inner_4))
+
+
+def other(noise: Tensor | None) -> Tensor | None:
+    """
+    Noise for a second rounding, made of the same 16 bits: times an odd number is a permutation of them, here
+    with a correlation of 1/181, and exact in float32.
+    """
+    return None if noise is None else (noise * 181.0).frac()
+
+
+def better(blocks: Tensor, outer: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]):
+    """ Of two roundings c, s of each block the one with the smaller squared error; of equals, the first. """
     unit = binade(blocks.abs().amax(-1, keepdim=True)).clamp(min=TINY)
-    error, error_4 = (tree_sum((blocks / unit - v * (s * outer / unit)).square())
-                      for v, s in ((c, inner), (c_4, inner_4)))
-    better = error_4 < error
-    return torch.where(better, c_4, c), torch.where(better, inner_4, inner), outer
+    error, error_2 = (tree_sum((blocks / unit - c * (s * outer / unit)).square()) for c, s in (first, second))
+    return *(torch.where(error_2 < error, b, a) for a, b in zip(first, second)), outer
+
+
+EVEN = 24 / 7               # e1m2 times this is evenly spaced up to 6: k times 6/7, k = 0 .. 7
+
+
+def int_or_float(blocks: Tensor, op: Operand, noise: Tensor | None):
+    """
+    if4: each block in E2M1 or in evenly spaced numbers up to 6, whichever has the smaller squared error. Both
+    have the same scale; where it is negative, it says that its block is evenly spaced.
+
+    source  IF4, arXiv 2603.28765, github.com/mit-han-lab/fouroversix
+    differs evenly spaced numbers are stored as sign and k, there as the two's complement
+    edges   at equal errors, E2M1. With noise, 17/16 head-room, and as there the choice looks at what the
+            noise has made of the block, each rounding with noise of its own: biased
+    """
+    c, inner, outer = round_blocks(blocks, op, noise, top=6.0 * (1.0 if noise is None else 16 / 17))
+    even = round_in(blocks, inner * outer * EVEN, replace(op, grid="e1m2"), other(noise)) * EVEN
+    return better(blocks, outer, (c, inner), (-even, -inner))
+
+
+def to_e2m1(c: Tensor, scale: Tensor) -> Tensor:
+    """ k of evenly spaced numbers -> the number of E2M1 whose code is k. """
+    return torch.where(scale < 0, decode((c.abs() * (7 / 6)).round(), E2M1), c)
+
+
+def from_e2m1(number: Tensor, scale: Tensor) -> Tensor:
+    """ The inverse. """
+    even = torch.copysign(encode(number.abs(), E2M1) * 0.25 * EVEN, -number)
+    return torch.where(scale < 0, even, number)
 
 
 def eden(blocks: Tensor, op: Operand, noise: Tensor):
@@ -119,6 +159,7 @@ def one_in_all(blocks: Tensor, op: Operand, noise: Tensor | None):
 
 RULES["17/16"] = Rule(head_room, scales="mantissa")
 RULES["4/6"] = Rule(four_over_six, scales="mantissa", grids=("e2m1",))
+RULES["if4"] = Rule(int_or_float, scales="mantissa", grids=("if4",), stored=(to_e2m1, from_e2m1))
 RULES["eden"] = Rule(eden, scales="mantissa", grids=("e2m1",), rounds=("sr",))
 RULES["max"] = Rule(one_in_all, scales="mantissa")
 
@@ -242,6 +283,35 @@ def trust_mask(x: Tensor, op: Operand) -> Tensor:
     return from_blocks((c.abs() < top) | ~beyond, x.shape, op)
 
 
+def averis(x: Tensor, w: Tensor, linear, layer: QuantLinear) -> Tensor:
+    """
+    The mean of all tokens is taken off X, and off dY, and has products of its own.
+
+    source  Averis, arXiv 2603.10444 v2. Its flaw: the mean is that of a micro-batch, so a token sees other
+            sequences and later tokens, in training and in evaluation. A causal mean would be another one for
+            each token, whose product costs as much as the linear itself
+    differs of dW's four products the two that have a mean of zero as a factor are left out; from dX the mean
+            of its first term is taken off, which is zero but for rounding; the mean is rounded with the noise
+            of the first token
+    """
+    mean = x.mean(0, keepdim=True)
+    return Split.apply(linear(x - mean, w), linear(mean, w))
+
+
+class Split(torch.autograd.Function):
+    """ y (T, N) + the mean's (1, N). What y gets of dY has a mean of zero, and the rest goes to the mean. """
+
+    @staticmethod
+    def forward(ctx, y: Tensor, mean: Tensor) -> Tensor:
+        return y + mean
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        mean = dy.mean(0, keepdim=True)
+        return dy - mean, mean * len(dy)
+
+
+AROUND["averis"] = Around(averis)
 AROUND["trust"] = Around(trust)
 for bits in range(1, 11):
     for kind in ("fixed", "none"):      # evaluation has to see the same forward pass: not fresh

@@ -74,6 +74,30 @@ def test_what_is_stored_is_what_is_computed(grid, outer, block):
     assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+def test_if4_keeps_its_choice_in_the_sign_of_the_scale():
+    """
+    Catches: k read as a code of E2M1 or the other way round, the sign bit taken for a part of the scale, a
+    choice that is stored for another block, a value that comes back with other last bits.
+    """
+    op = Operand(grid="if4", rule="if4", outer=TENSOR)
+    x = torch.randn(35, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 300)
+    x[3, 5], x[4, 6], x[5] = 0.0, -0.0, 0.0
+    q = quantize(x, op)
+    assert torch.equal(q.dequantize(), fake_quantize(x, op))
+    assert torch.equal(q.dequantize().signbit(), x.signbit())
+    even = (q.inner > 127).repeat_interleave(16, 1)[:, :300]
+    assert 0.3 < even.float().mean() < 0.9 and not even[5].any()
+    # by the format alone: a nibble is a sign and k, or a sign and a place in E2M1's grid
+    k, sign = (q.code & 7).double(), 1 - 2.0 * (q.code >> 3).double()
+    e2m1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6]).double()[k.long()]
+    inner = (q.inner & 127).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale = (torch.from_numpy(inner) * q.outer).repeat_interleave(16, 1)[:, :300]
+    value = sign * torch.where(even, k * 6 / 7, e2m1) * scale
+    assert torch.allclose(q.dequantize().double(), value, rtol=1e-6, atol=0)
+    x[7, 9] = float("nan")
+    assert quantize(x, op).dequantize().isnan().all() and fake_quantize(x, op).isnan().all()
+
+
 def test_scales_own_their_memory():
     """ Catches: an outer scale that is a view, by which a checkpoint would hold those of all blocks. """
     for outer in (128, TENSOR):

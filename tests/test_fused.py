@@ -271,7 +271,7 @@ def test_native_checks_itself(monkeypatch):
 def test_what_each_back_end_can_do():
     """ Catches: a recipe that is refused for nothing, and one without a kernel that is taken for another. """
     native = {"tetrajet_base", "tetrajet_full", "tetrajet_released", "nvfp4", "nvfp4_sr", "quartet2",
-              "nvidia", "four_over_six", "fp4_all_the_way"}
+              "nvidia", "four_over_six", "fp4_all_the_way", "averis"}
     blackwell = DEVICE == "cpu" or fused.native(torch.device("cuda"))
     for name, recipe in RECIPES.items():
         assert fused.problem(recipe) == "", name

@@ -1,8 +1,11 @@
 """ OutControl: which channels it chooses, and that switching them over does not hurt. """
+from dataclasses import replace
+
 import pytest
 import torch
 
 import outliers
+import rivals    # noqa: F401  for the around that takes the mean off
 from outliers import COLUMNS, OutControl, largest
 from quant import QuantLinear
 from recipes import RECIPES
@@ -89,6 +92,17 @@ def test_ties_go_to_the_lower_channel():
     """ Catches: an unstable sort, which would choose other channels on another device. """
     assert largest(torch.ones(1000), layer(outliers=5), 0).tolist() == [0, 1, 2, 3, 4]
     assert largest(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0]), layer(outliers=3), 0).tolist() == [1, 3, 2]
+
+
+def test_what_is_measured_is_what_is_rounded():
+    """ Catches: norms of X from before the around, where a channel that is all mean is the largest one. """
+    for around, expected in (((), [0]), (("averis",), [1])):
+        lin = layer(outliers=1)
+        lin.recipe = replace(FULL, around=around)
+        x = torch.zeros(32, 64)
+        x[:, 0], x[::2, 1], x[1::2, 1] = 3.0, 2.0, -2.0
+        calibrate(lin, [[x]])
+        assert lin.channels.tolist() == expected
 
 
 def test_window_opens_and_closes_when_it_says():

@@ -4,6 +4,8 @@ a bug that the test would catch.
 """
 from dataclasses import replace
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from rivals.recipes import EDEN, NVFP4
 from rivals.rules import FIXED_SIGNS, trust_mask
 
 _, DX_SIGNS, DW_SIGNS = SIGN_STREAMS
-NIBBLES = ("e2m1", "e1m2")
+NIBBLES = ("e2m1", "e1m2", "if4")
 
 T, K, N = 64, 96, 80
 NAMES = ("x", "w", "dy", "wt", "dyt", "xt")
@@ -156,7 +158,8 @@ def test_mxfp8_clips_nothing(monkeypatch):
                                          ("quartet", "dy wt dyt xt"), ("quartet_v4", "dy wt dyt xt"),
                                          ("quartet2", "dy wt dyt xt"),
                                          ("four_over_six", "dy dyt"), ("fp4_all_the_way", "dy dyt xt"),
-                                         ("ue5m3", "dy dyt"), ("ufp4", "dy dyt")))
+                                         ("ue5m3", "dy dyt"), ("ufp4", "dy dyt"), ("if4", "dy dyt"),
+                                         ("tseng", "dy wt dyt xt"), ("tseng_fixed", "")))
 def test_where_the_noise_is(name, noisy, monkeypatch):
     """ Catches stochastic rounding on a weight or an activation where the paper warns of it, none on dY. """
     a, b = (multiplied(monkeypatch, RECIPES[name], step=step) for step in (5, 6))
@@ -387,6 +390,139 @@ def test_quartet2_rounds_again_what_the_forward_pass_rounded(monkeypatch):
             along[name].append(float((gradient * exact[name]).sum() / exact[name].square().sum()))
     for values in map(torch.tensor, along.values()):
         assert abs(values.mean() - 1) < 4 * values.std() / 20 < 0.001
+
+
+# -----------------------------------------------------------------------------
+# by hand: what the sources compute, in NumPy, to compare with. No function of ours but the noise itself
+
+E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6])
+
+
+def neighbour(y, noise, step=None):
+    """
+    y to the nearest number of E2M1, or of the multiples of step. With noise, which is in 2^-16 of a gap, to
+    one of the two neighbours.
+    """
+    grid = np.concatenate((-E2M1[:0:-1], E2M1)) if step is None else np.arange(-7, 8) * step
+    if noise is None and step is None:
+        return y.astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    if noise is None:
+        return np.round(np.clip(y / step, -7, 7)) * step
+    low = np.clip(np.searchsorted(grid, y, side="right") - 1, 0, len(grid) - 2)
+    come = np.round((y - grid[low]) / (grid[low + 1] - grid[low]) * 2**16) / 2**16
+    return np.where(come + noise >= 1, grid[low + 1], grid[low])
+
+
+def e4m3(s):
+    return s.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def by_hand(x: Tensor, noise: Tensor | None = None, room: float = 1.0, if4: bool = False) -> Tensor:
+    """ NVFP4 with one scale for the tensor; or IF4, which also tries the multiples of 6/7. """
+    (M, K), pad = x.shape, ((0, 0), (0, -x.shape[1] % 16))
+    x, noise = (t if t is None else np.pad(t.double().numpy(), pad).reshape(M, -1, 16)
+                for t in (x.detach(), noise))
+    outer = np.abs(x).max() / 448 / (6 * room)
+    scale = e4m3(np.abs(x).max(2, keepdims=True) / outer / (6 * room)) * outer
+    out = neighbour(x / scale, noise) * scale
+    if if4:
+        even = neighbour(x / scale, None if noise is None else noise * 181 % 1, 6 / 7) * scale
+        errors = [((v - x) ** 2).sum(2, keepdims=True) for v in (even, out)]
+        out = np.where(errors[0] < errors[1], even, out)
+    return torch.from_numpy(out.reshape(M, -1)[:, :K])
+
+
+def turned_by_hand(x: Tensor, signs: Tensor) -> Tensor:
+    """ Each len(signs) numbers of a row times diag(signs) and Sylvester's matrix. """
+    H = np.ones((1, 1))
+    while len(H) < len(signs):
+        H = np.block([[H, H], [H, -H]])
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % len(H))).double().unflatten(1, (-1, len(H)))
+    return (blocks * signs.double() @ torch.from_numpy(H) / len(H) ** 0.5).flatten(1)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """ The same but for the last bits. Another code would be a fourteenth of its block's maximum off. """
+    return torch.allclose(a.double(), b.double(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ("tseng", "tseng_fixed"))
+def test_tseng_rounds_the_backward_pass_alone(name, monkeypatch):
+    """
+    Catches: a forward pass that is rounded or rotated, operands that start from rounded tensors, a rotation
+    of 32 or one vector for both products, 3/4 left out of the value or applied twice, the floor scale with
+    noise, which clips, and noise that two operands share.
+    """
+    recipe = RECIPES[name]
+    seen, state = multiplied(monkeypatch, recipe), layer_of(recipe).counter.state
+    x, w, dy = randn(T, K), randn(N, K, seed=10), randn(T, N, seed=1)
+    assert torch.equal(seen["x"], x) and torch.equal(seen["w"], w)
+    for operand, original, stream, number in (("dy", dy, DX_SIGNS, 3), ("wt", w.t(), DX_SIGNS, 4),
+                                              ("dyt", dy.t(), DW_SIGNS, 5), ("xt", x.t(), DW_SIGNS, 6)):
+        fresh = random_signs(64, state, 3, stream)
+        a = turned_by_hand(original, fresh if name == "tseng" else torch.ones(64)).numpy()
+        blocks = a.reshape(len(a), -1, 32)
+        exponent = np.floor(np.log2(np.abs(blocks).max(2, keepdims=True))) - 2
+        if name == "tseng":     # microxcaling's "dither_scale": 3 A / 2^(e + 2), and back
+            noise = uniform(a.shape, state, 3, number).numpy().reshape(blocks.shape)
+            out = neighbour(3 * blocks / 2 ** (exponent + 2), noise) * 2 ** (exponent + 2) / 3
+        else:
+            out = neighbour(blocks / 2**exponent, None) * 2**exponent       # the cast clips
+        assert close(seen[operand], torch.from_numpy(out.reshape(a.shape))), operand
+
+
+def test_tseng_is_unbiased():
+    """ Catches: a gradient that is too long or too short in the mean: 16/9 left over, a clip. """
+    linear, x, dy = layer_of(RECIPES["tseng"]), randn(T, K).requires_grad_(), randn(T, N, seed=1)
+    exact = dy @ linear.weight.detach(), dy.t() @ x.detach()
+    along = [[], []]
+    for step in range(400):
+        linear.counter.set(step)
+        gradients = torch.autograd.grad(linear(x), (x, linear.weight), dy)
+        for lengths, gradient, right in zip(along, gradients, exact):
+            lengths.append(float((gradient * right).sum() / right.square().sum()))
+    for lengths in map(torch.tensor, along):
+        assert abs(lengths.mean() - 1) < 4 * lengths.std() / 20 < 0.002
+
+
+def test_if4_takes_the_better_of_two_grids(monkeypatch):
+    """
+    Catches: evenly spaced numbers that end at 7 or have a scale of their own, the larger error kept, a choice
+    for the tensor, no head-room for gradients, noise that both roundings share, squares, a rotated dX.
+    """
+    recipe = RECIPES["if4"]
+    seen, state = multiplied(monkeypatch, recipe), layer_of(recipe).counter.state
+    x, w, dy = randn(T, K), randn(N, K, seed=10), randn(T, N, seed=1)
+    signs = random_signs(16, Counter(1).state, 0, FIXED_SIGNS)
+    for operand, original, number in (("x", x, 0), ("w", w, 0), ("dy", dy, 3), ("wt", w.t(), 0),
+                                      ("dyt", turned_by_hand(dy.t(), signs), 5),
+                                      ("xt", turned_by_hand(x.t(), signs), 0)):
+        noise = uniform(original.shape, state, 3, number) if number else None
+        assert close(seen[operand], by_hand(original, noise, 16 / 17 if number else 1.0, if4=True)), operand
+
+
+def test_averis_rounds_the_mean_apart():
+    """
+    Catches: a mean of the features, one that stays in X or dY, or is not rounded; the mean's part of dW once
+    in place of T times; a dX without the mean's part, or with T times of it.
+    """
+    linear, x, dy = layer_of(RECIPES["averis"]), randn(T, K) + 3 * randn(1, K, seed=3), randn(T, N, seed=1)
+    dy, w, state = dy + randn(1, N, seed=4), linear.weight.detach(), linear.counter.state
+    x.requires_grad_()
+    y = linear(x)
+    y.backward(dy)
+
+    def q(a, number=0):
+        return by_hand(a, uniform(a.shape, state, 3, number) if number else None)
+    mu, nu = x.detach().mean(0, keepdim=True), dy.mean(0, keepdim=True)
+    R, G = x.detach() - mu, dy - nu
+    assert rms(y, q(R) @ q(w).t() + q(mu) @ q(w).t()) < 1e-6
+    first = q(G, 3) @ q(w.t()).t()
+    assert rms(x.grad, first - first.mean(0) + q(T * nu, 3) @ q(w.t()).t() / T) < 1e-6
+    assert rms(linear.weight.grad, q(G.t(), 5) @ q(R.t()).t() + q(T * nu.t(), 5) @ q(mu.t()).t()) < 1e-6
+    # what it is for: the mean takes no scale from what is not the mean
+    exact, plain = R @ w.t(), layer_of(RECIPES["nvfp4"])(x)
+    assert rms(y - y.mean(0), exact) < 0.6 * rms(plain - plain.mean(0), exact)
 
 
 # -----------------------------------------------------------------------------
