@@ -23,7 +23,7 @@ from quant import QuantLinear
 from recipes import RECIPES
 from rivals.__main__ import table
 from shipped import shipped
-from tools import hf, plot, sweep
+from tools import hf, plot, sweep, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ README = PAGES["README.md"]
 FENCES = [fence for page in PAGES.values()
           for fence in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)]
 PROGRAMS = {"train.py": train, "data.py": data, "eval.py": eval, "tools.sweep": sweep, "tools.plot": plot,
-            "tools.hf": hf}
+            "tools.hf": hf, "tools.verify": verify}
 ADDED = ("five", "centered", "feedback")            # by the diffs of docs/forking.md, which are tried below
 
 
