@@ -24,7 +24,7 @@ from model import GPT
 from osci import REMEDIES, Remedy
 from outliers import CHOICES, OutControl
 from parallel import ALONE, Ranks, take_gpu
-from quant import AROUND, BACKENDS, GRIDS, RULES, SIGNS, TENSOR, Counter, Operand, QuantLinear, Recipe
+from quant import AROUND, BACKENDS, GRIDS, ROW, RULES, SIGNS, TENSOR, Counter, Operand, QuantLinear, Recipe
 from recipes import MXFP8, RECIPES
 
 # -----------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def altered(recipe: Recipe, cfg: Config) -> Recipe:
         block, rule = {"w": cfg.block_w, "x": cfg.block_x}.get(tensor), RULES[op.rule]
         new = {"block": tuple(int(n) for n in block.split("x"))} if block else {}
         if cfg.outer:
-            new["outer"] = TENSOR if cfg.outer == "tensor" else int(cfg.outer)
+            new["outer"] = {"tensor": TENSOR, "row": ROW}.get(cfg.outer) or int(cfg.outer)
         if product != "y":
             # a rule that knows one rounding alone is itself that rounding, and another is no change of scales
             alone = len(rule.rounds) == 1
@@ -352,7 +352,7 @@ def checked(r: Recipe) -> Recipe:
     for op in operands:
         rule, power = RULES[op.rule], GRIDS[op.scale].mbits == 0
         if op.outer > 0 and op.outer % op.block[1]:
-            raise ValueError(f"outer is 0, TENSOR or a multiple of the block's {op.block[1]} columns, "
+            raise ValueError(f"outer is 0, TENSOR, ROW or a multiple of the block's {op.block[1]} columns, "
                              f"not {op.outer}")
         if rule.scales not in ("any", "powers" if power else "mantissa"):
             raise ValueError(f"rule {op.rule} is not for scales {op.scale}")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant import GRIDS, RULES, TENSOR, Grid, Operand, from_blocks, to_blocks
+from quant import GRIDS, ROW, RULES, TENSOR, Grid, Operand, from_blocks, to_blocks
 
 E2M1, E4M3 = GRIDS["e2m1"], GRIDS["e4m3"]
 
@@ -31,8 +31,8 @@ class Quantized:
 
     code   uint8 (M, K), one code in each byte
     inner  uint8 (M / block rows, K / block columns), rounded up: a byte for each inner scale
-    outer  float32 (M / block rows, K / Operand.outer), rounded up; (), a single number, where the whole
-           matrix shares one; None without outer scales
+    outer  float32 (M / block rows, K / Operand.outer), rounded up; (M / block rows, 1) where each row has
+           one; (), a single number, where the whole matrix shares one; None without outer scales
     """
     code: Tensor
     inner: Tensor
@@ -44,7 +44,7 @@ class Quantized:
         inner, outer = scale_value(self.inner, self.operand), self.outer
         if outer is None:
             return inner
-        if outer.dim():
+        if self.operand.outer > 0:
             per_outer = self.operand.outer // self.operand.block[1]
             outer = outer.repeat_interleave(per_outer, dim=1)[:, : inner.shape[1]]
         return inner * outer
@@ -79,7 +79,8 @@ def quantize(x: Tensor, op: Operand, noise: Tensor | None = None) -> Quantized:
     # where an outer scale carries the NaN, the inner one stays an ordinary number
     byte = scale_byte(torch.where(outer.isnan(), 0.0, inner), op)
     # copied, since a view would keep the scales of all blocks in memory, and in a checkpoint
-    few = outer[0, 0] if op.outer == TENSOR else outer[:, :: op.outer // op.block[1]]
+    few = outer[0, 0] if op.outer == TENSOR else \
+        outer[:, :1] if op.outer == ROW else outer[:, :: op.outer // op.block[1]]
     return Quantized(code, byte, few.clone(memory_format=torch.contiguous_format), op)
 
 

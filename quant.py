@@ -128,7 +128,7 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
 # -----------------------------------------------------------------------------
 # 3  blocks
 
-TENSOR = -1             # for Operand.outer: the whole matrix shares one outer scale
+TENSOR, ROW = -1, -2    # for Operand.outer: the whole matrix, or each of its rows, shares one outer scale
 # Numbers that all are below this, under an outer scale, are rounded to zeros: what is computed of them would
 # leave the normal numbers of float32, and there devices differ
 TINY = 2.0**-100
@@ -142,7 +142,8 @@ class Operand:
     grid      the format of the numbers, a key of GRIDS
     block     (rows, columns) that share an inner scale; columns run along the summed axis
     scale     the format of the inner scales, a key of GRIDS
-    outer     columns that share an outer scale, which is float32; TENSOR for one in all, 0 for none
+    outer     columns that share an outer scale, which is float32; TENSOR for one in all, ROW for one in each
+              row, or row of blocks where they have several; 0 for none
     rule      how a block gets its scales, a key of RULES: "nearest" and "up" are about the inner SCALE
     rounding  how the NUMBERS are rounded then: rtn, to nearest, or sr, stochastically
     """
@@ -202,8 +203,8 @@ def outer_max(amax: Tensor, op: Operand) -> Tensor:
     """ The maxima of blocks (R, B, 1) -> for each block the largest of those under the same outer scale. """
     if op.outer == 0 or amax.numel() == 0:
         return amax
-    if op.outer == TENSOR:
-        return amax.amax().expand_as(amax)
+    if op.outer in (TENSOR, ROW):
+        return amax.amax((0, 1) if op.outer == TENSOR else 1, keepdim=True).expand_as(amax)
     per_outer, B = op.outer // op.block[1], amax.shape[1]
     groups = F.pad(amax, (0, 0, 0, -B % per_outer)).unflatten(1, (-1, per_outer))
     return groups.amax(2, keepdim=True).expand_as(groups).flatten(1, 2)[:, :B]

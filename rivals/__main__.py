@@ -1,5 +1,5 @@
 """ The table of all recipes, in Markdown: python -m rivals """
-from quant import TENSOR, Operand, Recipe
+from quant import ROW, TENSOR, Operand, Recipe
 from recipes import RECIPES
 
 
@@ -25,7 +25,7 @@ def described(op: Operand | str | None) -> str:
     """ An operand in a few words: grid, block, what shares an outer scale, scale and rule, and sr. """
     if not isinstance(op, Operand):
         return op or "-"
-    outer = {0: "", TENSOR: "in tensor"}.get(op.outer, f"in {op.outer}")
+    outer = {0: "", TENSOR: "in tensor", ROW: "in row"}.get(op.outer, f"in {op.outer}")
     words = [op.grid, f"{op.block[0]}x{op.block[1]}", outer, op.scale, op.rule, op.rounding]
     return " ".join(word for word in words if word not in ("", "rtn"))
 

@@ -13,7 +13,7 @@ import build
 from build import (RECIPES, build as build_net, enter_kernels, idle, make_optimizers, only, pick_backend,
                    pick_device, recipe_of)
 from config import Config, ConfigError, parse
-from quant import BACKENDS, TENSOR, Backend, Operand, Recipe, Table
+from quant import BACKENDS, ROW, TENSOR, Backend, Operand, Recipe, Table
 from test_train import go, last_state, needs_muon, rows, shards, tiny  # noqa: F401
 
 BASE = RECIPES["tetrajet_base"]
@@ -53,6 +53,7 @@ def test_no_flag_changes_nothing(name):
     ("--scale_rule=17/16", with_fields(BASE, BACKWARD, rule="17/16")),
     ("--backward=rtn", with_fields(BASE, BACKWARD, rounding="rtn", rule="nearest")), ("--backward=sr", BASE),
     ("--outer=tensor", with_fields(BASE, ("y_x", "y_w", *BACKWARD), outer=TENSOR)),
+    ("--outer=row", with_fields(BASE, ("y_x", "y_w", *BACKWARD), outer=ROW)),
     ("--align=false", replace(BASE, align=False)),
     ("--outlier_format=bf16", replace(BASE, outlier="bf16")),
     ("--outlier_format=mxfp8", RECIPES["tetrajet_full"]),
@@ -119,6 +120,7 @@ def test_a_recipe_of_one_s_own_that_cannot_be(bad, message):
 
 CHANGED = (["--keep=attn.qkv,attn.out,mlp.up"], ["--rotate=y,dx,dw", "--rotate_size=32"],
            ["--block_w=16x16", "--block_x=16x16"], ["--outer=tensor", "--align=false", "--scale_rule=17/16"],
+           ["--outer=row", "--block_w=16x16"],
            ["--outlier_format=bf16", "--outlier_frac=0.1", "--outlier_start=0.1", "--outlier_window=0.3"])
 
 

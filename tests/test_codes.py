@@ -13,7 +13,7 @@ import torch
 import rivals    # noqa: F401  its grids have codes too
 from codes import (Quantized, decode, encode, grid_number, pack, quantize, scale_byte, scale_value, sign_bit,
                    unpack)
-from quant import GRIDS, TENSOR, Operand, fake_quantize
+from quant import GRIDS, ROW, TENSOR, Operand, fake_quantize
 from recipes import MXFP8, NEAREST
 
 ML = {"e2m1": (ml_dtypes.float4_e2m1fn, 8), "e4m3": (ml_dtypes.float8_e4m3fn, 0x7F),
@@ -60,7 +60,7 @@ def test_every_byte_of_a_scale_comes_back(scale):
 
 
 @pytest.mark.parametrize("grid", VALUE_GRIDS)
-@pytest.mark.parametrize("outer, block", [(128, (1, 16)), (TENSOR, (16, 16)), (0, (1, 32))])
+@pytest.mark.parametrize("outer, block", [(128, (1, 16)), (TENSOR, (16, 16)), (ROW, (16, 16)), (0, (1, 32))])
 def test_what_is_stored_is_what_is_computed(grid, outer, block):
     """ Catches: another order of products than in training, a scale of the wrong block, lost signs. """
     op = Operand(grid=grid, outer=outer, block=block)
@@ -100,7 +100,7 @@ def test_if4_keeps_its_choice_in_the_sign_of_the_scale():
 
 def test_scales_own_their_memory():
     """ Catches: an outer scale that is a view, by which a checkpoint would hold those of all blocks. """
-    for outer in (128, TENSOR):
+    for outer in (128, TENSOR, ROW):
         q = quantize(torch.randn(64, 1024), replace(NEAREST, outer=outer))
         file = io.BytesIO()
         torch.save([q.inner, q.outer], file)
@@ -109,6 +109,7 @@ def test_scales_own_their_memory():
 
 @pytest.mark.parametrize("op, bits", [
     (NEAREST, 4 + 8 / 16 + 32 / 128), (replace(NEAREST, outer=TENSOR), 4 + 8 / 16 + 32 / (16 * 1024)),
+    (replace(NEAREST, outer=ROW), 4 + 8 / 16 + 32 / 1024),
     (replace(NEAREST, block=(16, 16), outer=0), 4 + 8 / 256), (MXFP8, 8 + 8 / 32),
 ])
 def test_bits_per_value(op, bits):

@@ -148,7 +148,7 @@ def test_config_needs_nothing_but_python():
     ("--keep=mlp", "type some of attn.qkv"), ("--rotate=dz", "type some of none,y,dx,dw"),
     ("--rotate_size=12", "power of two"), ("--block_w=16", "type rows x columns"),
     ("--block_x=0x16", "type rows x columns"), ("--backward=up", "type one of rtn, sr"),
-    ("--outer=64", "type one of 128, tensor"), ("--align=yes", "type one of true, false"),
+    ("--outer=64", "type one of 128, tensor, row"), ("--align=yes", "type one of true, false"),
     ("--outlier_format=fp8", "type one of mxfp8, bf16"),
     ("--n_head=3", "n_head = 3 does not cut d_model"), ("--n_head=128", "heads of one even width"),
     ("--batch_tokens=2000", "no multiple of seq_len"), ("--micro_batch=6", "does not divide the batch of 8"),

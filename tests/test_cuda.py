@@ -8,7 +8,7 @@ import train
 from codes import quantize
 from config import parse
 from noise import Counter, random_signs, uniform
-from quant import TENSOR, Operand, QuantLinear, fake_quantize, hadamard
+from quant import ROW, TENSOR, Operand, QuantLinear, fake_quantize, hadamard
 from recipes import MXFP8, RECIPES
 from test_train import WINDOWS, assert_same, last_state, learned, shards, tiny  # noqa: F401 (a fixture)
 
@@ -24,7 +24,8 @@ def fresh_compiler():
 
 @pytest.mark.parametrize("op", [
     Operand(), Operand(rule="up"), Operand(rounding="sr"), Operand(rounding="sr", rule="17/16"),
-    Operand(block=(16, 16), outer=TENSOR), MXFP8, Operand(block=(1, 32), scale="e8m0", outer=0, rule="floor"),
+    Operand(block=(16, 16), outer=TENSOR), Operand(outer=ROW), MXFP8,
+    Operand(block=(1, 32), scale="e8m0", outer=0, rule="floor"),
 ], ids=str)
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
 def test_codes_scales_and_values_are_those_of_the_cpu(op, size):

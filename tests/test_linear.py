@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from build import only
 from codes import E4M3, decode, quantize
 from noise import SIGN_STREAMS, Counter, random_signs, uniform
-from quant import Operand, QuantLinear, Recipe, fake_quantize, hadamard
+from quant import ROW, Operand, QuantLinear, Recipe, fake_quantize, hadamard
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 
 _, DX_SIGNS, DW_SIGNS = SIGN_STREAMS
@@ -178,6 +178,33 @@ def test_one_step_is_the_reference(recipe, T, K, N, dtype):
     linear = layer_of(recipe, K, N, dtype=dtype)
     x, dy = randn(T, K, dtype=dtype), randn(T, N, seed=1, dtype=dtype)
     assert equal(run(linear, x, dy), reference(linear, x, dy))
+
+
+def by_row(x: Tensor) -> Tensor:
+    """ NVFP4 with an outer scale for each row of x (M, K), written anew, for K in 16s and without ties. """
+    M, K = x.shape
+    blocks, six, top = x.contiguous().view(M, K // 16, 16), torch.tensor(6.0), torch.tensor(448.0)
+    outer = (x.abs().amax(1) / top / six)[:, None, None].clamp(min=1e-30)
+    scale = (blocks.abs().amax(2, keepdim=True) / outer / six).to(torch.float8_e4m3fn).float() * outer
+    y, grid = blocks * torch.where(scale > 0, 1 / scale, 0), torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6])
+    nearest = grid[torch.bucketize(y.abs(), (grid[1:] + grid[:-1]) / 2)]
+    return (nearest.copysign(y) * scale).view(M, K)
+
+
+@pytest.mark.parametrize("align", (False, True))
+def test_a_scale_for_each_row_and_for_each_column_of_the_transposed(align):
+    """
+    Catches a transposed copy with the scales of the rows that it came from, and one scale for several rows:
+    rows and columns are of sizes so different that no other scale fits. TransformerEngine #2931, #3206.
+    """
+    linear = layer_of(Recipe(*[Operand(outer=ROW)] * 6, align=align), K=160, N=144)
+    x, dy = (randn(T, K, seed=K) * torch.exp2(2 * randn(T, 1)) * torch.exp2(2 * randn(1, K, seed=1))
+             for T, K in ((48, 160), (48, 144)))
+    w, x_hat = linear.weight.detach(), by_row(x)
+    w_hat = by_row(w)
+    x_t, w_t = ((x_hat if align else x).T, (w_hat if align else w).T)
+    assert equal(run(linear, x, dy), {"y": F.linear(x_hat, w_hat), "dx": F.linear(by_row(dy), by_row(w_t)),
+                                      "dw": F.linear(by_row(dy.T), by_row(x_t))})
 
 
 @pytest.mark.parametrize("inside", (False, True))

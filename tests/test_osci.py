@@ -20,7 +20,7 @@ from checkpoint import fill
 from codes import E4M3, decode, grid_number, quantize
 from noise import Counter
 from osci import REMEDIES, STATE, THRESHOLDS
-from quant import TENSOR, Backend, Operand, QuantLinear, Recipe, fake_quantize
+from quant import ROW, TENSOR, Backend, Operand, QuantLinear, Recipe, fake_quantize
 from recipes import RECIPES
 
 UNIT = 448 * 2.0**-9       # 6 * UNIT / 448 / 6 is 2^-9 exactly, so inner times outer scale comes to this
@@ -28,6 +28,7 @@ BASE = RECIPES["tetrajet_base"]
 OPERANDS = {
     "double block": Operand(),
     "per tensor": Operand(outer=TENSOR),
+    "per row": Operand(outer=ROW),
     "squares": Operand(block=(16, 16), outer=TENSOR),
     "outer 32": Operand(outer=32),
     "no outer": Operand(outer=0),
@@ -376,9 +377,9 @@ def test_the_guard_is_needed(kind, mask_name, moved):
     assert not torch.equal(getattr(unguarded, moved), getattr(q, moved))
 
 
-@pytest.mark.parametrize("name", ["per tensor", "squares"])
+@pytest.mark.parametrize("name", ["per tensor", "per row", "squares"])
 def test_the_maximum_of_a_tensor(name):
-    """ Catches: refusal by block where one outer scale couples all. The maximum is alone in its block. """
+    """ Catches: refusal by block where one outer scale couples more. The maximum is alone in its block. """
     op = OPERANDS[name]
     for seed in range(20):
         w = adversarial("on the thresholds", op, seed)

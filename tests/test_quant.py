@@ -25,7 +25,7 @@ from torch import Tensor
 import rivals    # noqa: F401  the rules of other papers are rounded here too
 from codes import E4M3, Quantized, decode, encode, quantize
 from noise import SIGN_STREAMS, random_signs, uniform
-from quant import GRIDS, TENSOR, Operand, fake_quantize, hadamard, round_to_grid
+from quant import GRIDS, ROW, TENSOR, Operand, fake_quantize, hadamard, round_to_grid
 from recipes import MXFP8, NEAREST, STOCHASTIC
 from test_noise import address, randn
 
@@ -50,7 +50,9 @@ RTN = {
     "up": replace(NEAREST, rule="up"),
     "17/16": replace(NEAREST, rule="17/16"),
     "per tensor": replace(NEAREST, outer=TENSOR),
+    "per row": replace(NEAREST, outer=ROW),
     "16x16": replace(NEAREST, block=(16, 16), outer=TENSOR),
+    "16x16 per row": replace(NEAREST, block=(16, 16), outer=ROW),
     "16x16 of 128": replace(NEAREST, block=(16, 16)),
     "no outer": replace(NEAREST, outer=0),
     "4/6": replace(NEAREST, rule="4/6"),
@@ -61,6 +63,7 @@ RTN = {
     "ue5m3 up": replace(NEAREST, scale="ue5m3", rule="up", outer=TENSOR),
     "fp8 per tensor": Operand(grid="e4m3", block=(1, 128), rule="max", outer=TENSOR),
     "fp8 per 128": Operand(grid="e5m2", block=(1, 128), rule="max"),
+    "fp8 per row": Operand(grid="e4m3", block=(1, 128), rule="max", outer=ROW),
     "e5m2 values": replace(NEAREST, grid="e5m2"),
     "mxfp4 ceil": MXFP4,
     "mxfp4 floor": replace(MXFP4, rule="floor"),
@@ -306,7 +309,7 @@ def model(x: np.ndarray, op: Operand, ours: np.ndarray) -> dict[str, np.ndarray]
     top = f(grid_max * (16 / 17 if op.rule == "17/16" else 1))
     scales = {"e4m3": GRID_VALUES["e4m3"], "ue5m3": UE5M3}.get(op.scale)
     (M, K), (rows, columns) = x.shape, op.block
-    outer_rows, outer_columns = (M, K) if op.outer == TENSOR else (rows, op.outer or columns)
+    outer_rows, outer_columns = {TENSOR: (M, K), ROW: (rows, K)}.get(op.outer, (rows, op.outer or columns))
     code, value = np.empty((M, K), np.uint8), np.empty((M, K), f)
     inner = np.empty((-(-M // rows), -(-K // columns)), np.uint8)
     outer = np.ones((-(-M // outer_rows), -(-K // outer_columns)), f)
@@ -351,7 +354,8 @@ def model(x: np.ndarray, op: Operand, ours: np.ndarray) -> dict[str, np.ndarray]
 @rtn_formats
 def test_every_format_is_its_scalar_model(op):
     """
-    Catches a square that takes its maximum over one axis only, the head-room used in one of two places, ...
+    Catches a square that takes its maximum over one axis only, the head-room used in one of two places, a
+    scale for each row that ends after 128 columns or is that of another row of squares, ...
     """
     x = randn(40, 300) * torch.exp2(8 * randn(40, 300, seed=1).round())
     x[20:] = (8 * randn(20, 300, seed=2)).round().clamp(-48, 48) / 8                # many values on a tie
@@ -543,7 +547,7 @@ def test_nan_and_inf_poison_their_outer_block_only(op, bad):
     clean = fake_quantize(x, op, noise)
     x[1, 140] = bad
     poisoned = torch.zeros(19, 300, dtype=torch.bool)
-    width = op.outer or op.block[1]
+    width = {0: op.block[1], ROW: 300}.get(op.outer, op.outer)
     column = 140 // width * width
     poisoned[1 // op.block[0] * op.block[0]:][: op.block[0], column:column + width] = True
     if op.outer == TENSOR:
@@ -572,8 +576,8 @@ def test_signs_are_kept(op):
 # properties of rounding to nearest
 
 
-@pytest.mark.parametrize("op", (NEAREST, replace(NEAREST, outer=TENSOR)), ids=("128", "per tensor"))
-def test_idempotent(op):
+@pytest.mark.parametrize("name", ("nearest", "per tensor", "per row"))
+def test_idempotent(name):
     """
     Catches a scale that drifts when rounded values are rounded again, as Q4 and Q6 do.
 
@@ -581,7 +585,7 @@ def test_idempotent(op):
     maximum may become code 3 or 4 instead of 6, and the block then asks for a smaller scale.
     Such a block is 90,000 times below its outer maximum.
     """
-    inputs = [torch.from_numpy(GOLDEN[f"{name}/x"]) for name in SETS]
+    op, inputs = RTN[name], [torch.from_numpy(GOLDEN[f"{kind}/x"]) for kind in SETS]
     inputs += [randn(64, 512), randn(64, 512, seed=1) * torch.exp2(4 * randn(64, 512, seed=2))]
     for x in inputs:
         x = torch.where(x.isfinite(), x, 0)
@@ -613,6 +617,7 @@ def test_squares_commute_with_transposing():
     (replace(NEAREST, rule="up"), 9.83),
     (replace(NEAREST, block=(16, 16), outer=TENSOR), 12.37),
     (replace(NEAREST, outer=TENSOR), 9.03),
+    (replace(NEAREST, outer=ROW), 9.03),
     (replace(STOCHASTIC, rule="nearest"), 18.7),
     (STOCHASTIC, 21.3),
     (replace(STOCHASTIC, rule="17/16"), 23.5),

@@ -15,7 +15,7 @@ import rivals
 from build import only
 from codes import decode, grid_number, quantize
 from noise import SIGN_STREAMS, Counter, random_signs, uniform
-from quant import GRIDS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard, round_to_grid
+from quant import GRIDS, ROW, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard, round_to_grid
 from recipes import RECIPES, from_json, to_json
 from rivals.__main__ import described, table, turned
 from rivals.recipes import EDEN, NVFP4
@@ -98,6 +98,8 @@ def test_the_table_tells_recipes_apart():
     other = replace(RECIPES["tetrajet_base"], rotate=(0, 16, 32))
     assert described(other.dx_dy) == described(RECIPES["tetrajet_base"].dx_dy)
     assert turned(other) not in table()
+    assert [described(Operand(outer=n)).split()[2:4] for n in (TENSOR, ROW, 64)] == [
+        ["in", "tensor"], ["in", "row"], ["in", "64"]]
 
 
 def test_a_name_is_entered_once():
