@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from codes import decode, pack, quantize
-from quant import GRIDS, TENSOR, Operand
+from quant import GRIDS, ROW, TENSOR, Operand
 from recipes import MXFP8
 
 pytest.importorskip("triton", minversion="3.6")
@@ -19,7 +19,7 @@ from crosscompile import TRITONS, Job, compile_many # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF_ULP = 2.0**-24     # of float32, relative
-DOUBLE_BLOCK, PER_TENSOR = Operand(), Operand(outer=TENSOR)
+DOUBLE_BLOCK, PER_TENSOR, PER_ROW = Operand(), Operand(outer=TENSOR), Operand(outer=ROW)
 
 
 def values(code, inner, outer, op) -> torch.Tensor:
@@ -34,7 +34,7 @@ def values(code, inner, outer, op) -> torch.Tensor:
     value *= scale.repeat_interleave(op.block[1], 1)[:, :K]
     if outer is None or not outer.dim():
         return value if outer is None else value * outer.double()
-    return value * outer.double().repeat_interleave(128, 1)[:, :K]
+    return value * outer.double().repeat_interleave(K if op.outer == ROW else 128, 1)[:, :K]
 
 
 def operand(rows, K, op, seed):
@@ -57,7 +57,7 @@ def assert_product(out, roundings, *pairs):
     assert out.isfinite().all() and (error <= bound).all(), f"{(error / bound).max():.3g} times the bound"
 
 
-@pytest.mark.parametrize("op", [DOUBLE_BLOCK, PER_TENSOR], ids=["block", "tensor"])
+@pytest.mark.parametrize("op", [DOUBLE_BLOCK, PER_TENSOR, PER_ROW], ids=["block", "tensor", "row"])
 @pytest.mark.parametrize("M, N, K, K8", [(1, 16, 16, 16), (17, 48, 400, 112), (130, 70, 272, 0)])
 def test_product(M, N, K, K8, op):
     """
@@ -115,19 +115,19 @@ def test_every_code_with_every_scale(op, scales):
     assert torch.equal(out.cpu().double()[normal], expected[normal])
 
 
-@pytest.mark.parametrize("where", ["inner", "outer", "tensor", "mxfp8"])
+@pytest.mark.parametrize("where", ["inner", "outer", "row", "tensor", "mxfp8"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_nan_scale(where, side):
     """
     Catches: 0x7F decoded as 480 and 0xFF as Inf, a NaN lost in a block of zero codes, or one that spreads
     to other rows. No code is negative, so that Inf would stay Inf.
     """
-    op = {"tensor": PER_TENSOR, "mxfp8": MXFP8}.get(where, DOUBLE_BLOCK)
+    op = {"tensor": PER_TENSOR, "row": PER_ROW, "mxfp8": MXFP8}.get(where, DOUBLE_BLOCK)
     pair = [operand(20, 288, op, 0)[0], operand(24, 288, op, 1)[0]]
     hit = pair[side]
     pair[1 - side][0].fill_(0x22)
-    if where == "outer":
-        hit[2][5, 1] = torch.nan
+    if where in ("outer", "row"):
+        hit[2][5, -1] = torch.nan
     elif where == "tensor":
         hit[2].fill_(torch.nan)
     else:
@@ -146,13 +146,15 @@ def test_empty_and_what_is_refused():
     """ Catches: a launch without programs, a sum over nothing that is not zero, scales of another matrix. """
     a, b = operand(20, 48, DOUBLE_BLOCK, 0)[0], operand(24, 48, DOUBLE_BLOCK, 1)[0]
     a8 = operand(20, 16, MXFP8, 0)[0]
-    for M, K in ((0, 16), (3, 0)):
-        out = kernels.nvfp4_gemm(operand(M, K, DOUBLE_BLOCK, 0)[0], operand(8, K, DOUBLE_BLOCK, 1)[0])
+    for M, K, op in ((0, 16, DOUBLE_BLOCK), (3, 0, DOUBLE_BLOCK), (3, 0, PER_ROW)):
+        out = kernels.nvfp4_gemm(operand(M, K, op, 0)[0], operand(8, K, op, 1)[0])
         assert torch.equal(out.float().cpu(), torch.zeros(M, 8))
     for message, call in [
         ("fit together", lambda: kernels.nvfp4_gemm(a, (b[0], b[1][:, :2], b[2]))),
         ("or neither", lambda: kernels.nvfp4_gemm(a, b, a8)),
         ("or neither", lambda: kernels.nvfp4_gemm(a, operand(24, 48, PER_TENSOR, 1)[0])),
+        ("or neither", lambda: kernels.nvfp4_gemm(*(operand(24, 144, op, 1)[0]
+                                                    for op in (PER_ROW, DOUBLE_BLOCK)))),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -166,14 +168,15 @@ def stored(rows: int, K: int, op: Operand) -> tuple[torch.Tensor, ...]:
     """ Zeros of the shapes of an operand. """
     if op.grid == "e4m3":
         return torch.zeros(rows, K, dtype=torch.uint8), torch.zeros(rows, -(-K // 32), dtype=torch.uint8)
-    outer = torch.ones(rows, -(-K // 128)) if op.outer == 128 else torch.ones(())
+    outer = torch.ones({TENSOR: (), ROW: (rows, 1)}.get(op.outer, (rows, -(-K // 128))))
     return torch.zeros(rows, K // 2, dtype=torch.uint8), torch.zeros(rows, K // 16, dtype=torch.uint8), outer
 
 
 def launch(name: str):
     """ A product of 768 x 512 outputs, as the back end native starts it on Blackwell. """
     kernels.native = lambda device: name != "decoded"
-    fp4 = [stored(rows, 2048, PER_TENSOR if name == "tensor" else DOUBLE_BLOCK) for rows in (768, 512)]
+    op = {"tensor": PER_TENSOR, "row": PER_ROW}.get(name, DOUBLE_BLOCK)
+    fp4 = [stored(rows, 2048, op) for rows in (768, 512)]
     fp8 = [stored(rows, 208, MXFP8) for rows in (768, 512)]
     if name == "mxfp8":
         kernels.mxfp8_gemm(*fp8)
@@ -181,11 +184,11 @@ def launch(name: str):
         kernels.nvfp4_gemm(*fp4, *(fp8 if name == "both" else ()))
 
 
-launch_both, launch_tensor, launch_mxfp8, launch_decoded = (
-    partial(launch, name) for name in ("both", "tensor", "mxfp8", "decoded"))
+launch_both, launch_tensor, launch_row, launch_mxfp8, launch_decoded = (
+    partial(launch, name) for name in ("both", "tensor", "row", "mxfp8", "decoded"))
 
-JOBS = [("both", 100), ("both", 103), ("both", 120), ("tensor", 100), ("tensor", 120), ("mxfp8", 100),
-        ("mxfp8", 120), ("decoded", 90), ("decoded", 80)]
+JOBS = [("both", 100), ("both", 103), ("both", 120), ("tensor", 100), ("tensor", 120), ("row", 100),
+        ("row", 120), ("mxfp8", 100), ("mxfp8", 120), ("decoded", 90), ("decoded", 80)]
 SHARED = {80: 163, 90: 227, 100: 227, 103: 227, 120: 99}        # KiB that one program may have [CUDA guide]
 
 
@@ -209,6 +212,6 @@ def test_what_the_gpu_is_given(job, compiled):
     if name == "decoded":
         assert result.mma and all("f32.bf16.bf16" in instruction for instruction in result.mma)
         return
-    for kind, wanted in ("mxf4nvf4", name != "mxfp8"), ("mxf8f6f4", name != "tensor"):
+    for kind, wanted in ("mxf4nvf4", name != "mxfp8"), ("mxf8f6f4", name not in ("tensor", "row")):
         assert any(f"kind::{kind}.block_scale" in instruction for instruction in result.mma) == wanted, kind
     assert all("block_scale" in instruction for instruction in result.mma) and "bf16.bf16" not in result.ptx
