@@ -41,7 +41,7 @@ from torch import Tensor
 import codes
 from kernels import NATIVE_ARCHS, mxfp8_gemm, native, nvfp4_gemm
 from noise import Counter
-from quant import BACKENDS, TENSOR, Backend, Operand, QuantLinear, Recipe, gemm
+from quant import BACKENDS, ROW, TENSOR, Backend, Operand, QuantLinear, Recipe, gemm
 from recipes import from_json
 from rounding import Out, Side, no_codes, no_kernel, no_lines, round_pair, track, unpack
 
@@ -157,7 +157,8 @@ class Form(NamedTuple):
         down = -(-rows // op.block[0])
         shapes = [(rows, columns * self.bits // 8), (down, -(-columns // op.block[1]))]
         if op.outer:
-            shapes.append(() if op.outer == TENSOR else (down, -(-columns // op.outer)))
+            across = 1 if op.outer == ROW else -(-columns // op.outer)
+            shapes.append(() if op.outer == TENSOR else (down, across))
         return shapes
 
     def sizes(self, rows: int, columns: int) -> list[int]:
@@ -310,6 +311,8 @@ def problem(r: Recipe) -> str:
             return f"operand Q{number}: {why}"
     if isinstance(r.outlier, Operand) and (why := no_kernel(Side(r.outlier)) or no_lines(r.outlier)):
         return f"outlier channels: {why}"
+    if isinstance(r.outlier, Operand) and r.outlier.outer == ROW:
+        return "outlier channels: no kernel for a scale of each row"
     if r.outlier and r.align and r.dx_w and (why := no_lines(r.dx_w)):
         return f"operand Q4: {why}"
     return ""

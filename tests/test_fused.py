@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import rivals  # noqa: F401
-from build import only
+from build import altered, only
 from codes import quantize
-from quant import BACKENDS, TENSOR, Operand, Recipe
+from config import Config
+from quant import BACKENDS, ROW, TENSOR, Operand, Recipe
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from test_linear import CHANNELS, layer_of, randn, reference, run
 
@@ -68,6 +69,7 @@ def assert_close(got: dict, twin, x: Tensor, dy: Tensor, names=("y", "dx", "dw")
 # in the interpreter a rotation of 128 takes a minute, and so do both back ends for every recipe. What packed
 # has beyond emulate are codes of Q4, Q6 and X8; what emulate has beyond packed are values of these
 RECIPE_OF = {name: recipe for name, recipe in RECIPES.items() if name != "bf16"}
+RECIPE_OF["per row"] = PER_ROW = altered(FULL, Config(outer="row"))
 if DEVICE == "cpu":
     RECIPE_OF["quartet2"] = replace(RECIPES["quartet2"], rotate=(0, 16, 16))
 STEPS = [(name, "packed") for name in RECIPE_OF] + [
@@ -98,6 +100,7 @@ MIXED = Recipe(NEAREST, None, STOCHASTIC, STOCHASTIC, None, STOCHASTIC, align=Fa
 
 @pytest.mark.parametrize("recipe, T, backend", [
     (FULL, 1, "emulate"), (FULL, 130, "packed"), (replace(FULL, align=False), 20, "packed"),
+    (PER_ROW, 20, "packed"),
     (replace(RELEASED, outlier="bf16"), 20, "emulate"), (MIXED, 20, "emulate"),
     (only(FULL, [1]), 20, "emulate"), (only(FULL, [3]), 20, "emulate"), (only(FULL, [4]), 20, "emulate"),
     (only(FULL, [6]), 20, "packed")])
@@ -147,7 +150,8 @@ SCALED, SQUARE = Operand(outer=TENSOR), Operand(block=(16, 16), outer=TENSOR)
 PER_TENSOR = Recipe(SCALED, SQUARE, SCALED, SQUARE, SCALED, SCALED, align=False)
 
 
-@pytest.mark.parametrize("recipe, T, outliers", [(FULL, 20, True), (PER_TENSOR, 20, False)])
+@pytest.mark.parametrize("recipe, T, outliers", [
+    (FULL, 20, True), (PER_TENSOR, 20, False), (PER_ROW, 150, True)])
 def test_native(recipe, T, outliers):
     """
     Catches: codes or scales of one operand read as another's, memory cut at the wrong byte, the scales of
@@ -247,7 +251,7 @@ def test_compiled_and_recomputed():
 
 
 @pytest.mark.parametrize("op", [
-    NEAREST, SQUARE, MXFP8, Operand(rule="3/4", scale="e8m0", block=(1, 32), outer=TENSOR)])
+    NEAREST, SQUARE, PER_ROW.y_w, MXFP8, Operand(rule="3/4", scale="e8m0", block=(1, 32), outer=TENSOR)])
 def test_codes_of_a_weight(op):
     """ Catches: codes beside those of codes.quantize; scales that hold on to more memory than they need. """
     w = randn(37, 50).to(DEVICE)
@@ -276,10 +280,12 @@ def test_what_each_back_end_can_do():
     for name, recipe in RECIPES.items():
         assert fused.problem(recipe) == "", name
         assert (fused.native_problem(recipe) == "") == (blackwell and name in native), name
+    assert fused.problem(PER_ROW) == "" and (fused.native_problem(PER_ROW) == "") == blackwell
     for recipe, words in [
             (replace(BASE, y_x=Operand(outer=256)), "Q1"), (replace(BASE, y_w=Operand(rule="mine")), "Q2"),
             (replace(BASE, dx_dy=Operand(block=(1, 8))), "Q3"), (replace(BASE, rotate=(0, 256, 0)), "Q3"),
-            (replace(FULL, dx_w=SQUARE), "Q4"), (replace(FULL, outlier=SCALED), "outlier")]:
+            (replace(FULL, dx_w=SQUARE), "Q4"), (replace(FULL, outlier=SCALED), "outlier"),
+            (replace(FULL, outlier=Operand(outer=ROW)), "outlier channels: no kernel for a scale of each")]:
         assert words in fused.problem(recipe) and "\n" not in fused.problem(recipe)
     if blackwell:
         for recipe, words in [(only(BASE, [1, 2, 3, 4, 6]), "Q5"), (replace(BASE, y_w=MXFP8), "Q2"),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import rivals                                                   # noqa: F401
 from codes import pack, quantize, sign_bit
 from noise import SIGN_STREAMS, Counter, uniform
-from quant import GRIDS, SIGNS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard
+from quant import GRIDS, ROW, SIGNS, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard
 from recipes import MXFP8, NEAREST, RECIPES, STOCHASTIC
 from rivals import rules
 
@@ -147,14 +147,18 @@ for _name, _recipe in RECIPES.items():
         PAIRS.setdefault(str([side._replace(number=0) if isinstance(side, Side) else side for side in _pair]),
                          (f"{_name} {_matrix}", _pair))
 PAIRS = dict(PAIRS.values())
+# and what --outer=row makes
+PER_ROW = replace(NEAREST, outer=ROW), replace(STOCHASTIC, outer=ROW)
+PAIRS["per row X"] = Side(PER_ROW[0], 1), Side(PER_ROW[1], 6, 16), True
+PAIRS["per row W"] = Side(replace(PER_ROW[0], block=(16, 16)), 2), Side(PER_ROW[1], 4), True
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_operands_of_all_recipes(pair):
     """
     Catches: a group of noise or a sign vector that is not the reference's, a scale rounded by another rule or
-    that of another block, a value that is not clipped, a NaN that a maximum loses or that spreads, a block of
-    zeros that is not zero, a ragged edge that is read or written beyond.
+    that of another block or row, a value that is not clipped, a NaN that a maximum loses or that spreads, a
+    block of zeros that is not zero, a ragged edge that is read or written beyond.
     """
     row, col, align = PAIRS[pair]
     rounded = [side for side in (row, col) if side]
@@ -173,11 +177,13 @@ SQUARE = replace(STOCHASTIC, block=(16, 16))
     (Side(replace(MXFP8, rounding="sr"), 3), Side(replace(MXFP8, block=(16, 16), grid="e5m2"), 5), False),
     (Side(None, 3, 16), Side(replace(STOCHASTIC, outer=TENSOR), 5, 8), False),
     (None, Side(replace(STOCHASTIC, scale="ue5m3"), 6, 16), True),
+    (Side(replace(PER_ROW[0], block=(1, 32)), 2), Side(replace(STOCHASTIC, outer=TENSOR), 4), False),
+    (Side(NEAREST, 1), Side(replace(RECIPES["fp8"].y_x, outer=ROW), 6), True),
     (Side(RECIPES["fp8"].y_x, 1), None, True)])
 def test_operands_that_flags_make(row, col, align):
     """
     Catches: squares under outer scales of 128, blocks that are two strips, a value that is only rotated, a
-    side that is written although nobody asked for it.
+    side that is written although nobody asked for it; a maximum of the rows taken for one of the columns.
     """
     tensor = any(side and side.op and side.op.outer == TENSOR for side in (row, col))
     check_pair(matrix(37, 119, faults=not tensor), row, col, align)
@@ -200,12 +206,15 @@ def test_nothing_to_do():
         check_pair(torch.empty(shape), Side(NEAREST), None)
 
 
-def test_several_tiles_of_bf16():
+@pytest.mark.parametrize("row, col", [PAIRS["tetrajet_base dY"][:2],
+                                      (Side(PER_ROW[0], 3), Side(PER_ROW[1], 5, 16))])
+def test_several_tiles_of_bf16(row, col):
     """
     Catches: the second tile taken for the first, in the noise or in where it is stored, and bf16 rows that
-    are not whole pieces of 16 bytes: 130 values go out one by one, 136 in pairs.
+    are not whole pieces of 16 bytes: 130 values go out one by one, 136 in pairs; and the maximum of a row in
+    one tile of it, or of lines that lie below the matrix.
     """
-    check_pair(matrix(130, 136).bfloat16(), *PAIRS["tetrajet_base dY"][:2], extra=Side(MXFP8, 5))
+    check_pair(matrix(130, 136).bfloat16(), row, col, extra=Side(MXFP8, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,12 +234,13 @@ CUT = torch.tensor([0, 5, 17, 19, 39])
 
 
 @pytest.mark.parametrize("codes", [False, True])
-def test_outlier_channels_are_rows_of_the_transposed_weight(codes):
+@pytest.mark.parametrize("op", [STOCHASTIC, PER_ROW[1]])
+def test_outlier_channels_are_rows_of_the_transposed_weight(codes, op):
     """
     Catches: noise of the place in the cut instead of in the matrix, a row written to the place in the cut, or
     one too many; scales of such rows that are stored elsewhere than their codes.
     """
-    x, row, col = matrix(32, 40, faults=False), Side(MXFP8, 2), Side(STOCHASTIC, 4, 16)
+    x, row, col = matrix(32, 40, faults=False), Side(MXFP8, 2), Side(op, 4, 16)
     whole = x.clone()
     whole[:, CUT] = value_of(x[:, CUT], row)
     a, expected = Room(32, len(CUT), row, x.dtype), value_of(whole.t().contiguous(), col)
@@ -288,8 +298,8 @@ def packed_room(rows: int, columns: int, op: Operand) -> Out:
     (height, width), stride = op.block, columns + -columns % 16
     down = -(-rows // height)
     inner = torch.full((down, -(-stride // width)), 0xAB, dtype=torch.uint8, device=DEVICE)
-    outer = {0: None, TENSOR: torch.full((), 7.0, device=DEVICE)}.get(
-        op.outer, torch.full((down, -(-stride // 128)), 7.0, device=DEVICE))
+    shape = {TENSOR: (), ROW: (down, 1)}.get(op.outer, (down, -(-stride // 128)))
+    outer = torch.full(shape, 7.0, device=DEVICE) if op.outer else None
     data = torch.full((rows, stride * (sign_bit(op) + 1) // 8), 0xAB, dtype=torch.uint8, device=DEVICE)
     return Out(data, inner, outer, stride)
 
@@ -313,7 +323,8 @@ def check_codes(out: Out, x: Tensor, side: Side):
 
 
 @pytest.mark.parametrize("pair", ["tetrajet_base X", "tetrajet_base dY", "nvfp4 X", "four_over_six W",
-                                  "mxfp8 X", "tetrajet_v1 X", "quartet2 dY", "ue5m3 W", "ufp4 dY"])
+                                  "mxfp8 X", "tetrajet_v1 X", "quartet2 dY", "ue5m3 W", "ufp4 dY",
+                                  "per row W"])
 def test_codes_and_scales(pair):
     """
     Catches: nibbles in the wrong order, a subnormal code or scale encoded as a normal one, the sign of what
@@ -347,7 +358,7 @@ def test_both_ends_of_e8m0():
 
 
 @pytest.mark.parametrize("op, tracked", [(NEAREST, None), (NEAREST, .3), (RECIPES["nvidia"].y_w, None),
-                                         (RECIPES["tetrajet_v1"].y_w, .3)])
+                                         (RECIPES["tetrajet_v1"].y_w, .3), (PER_ROW[0], .3)])
 def test_track(op, tracked):
     """ Catches: a scale of another block or step, a flip that is counted twice, a history that is lost. """
     layer, twin = (QuantLinear(40, 33, bias=False, recipe=Recipe(y_w=op)).to(DEVICE) for _ in range(2))
@@ -483,6 +494,7 @@ def test_formats_without_a_kernel(side, words):
 def test_what_cannot_be_packed_or_cut():
     """ Catches: outlier channels that get a scale of their own where all rows share one. """
     assert no_lines(SQUARE) and no_lines(replace(NEAREST, outer=TENSOR)) and not no_lines(NEAREST)
+    assert no_lines(replace(SQUARE, outer=ROW)) and not no_lines(PER_ROW[1])
     assert no_codes(RECIPES["fp8"].y_x) and no_codes(RECIPES["quartet"].dx_w) and not no_codes(MXFP8)
 
 
@@ -528,6 +540,7 @@ def launch(pair: str, packed: bool = False, extra: Side | None = None):
 launch_x = partial(launch, "tetrajet_base X")
 launch_x_packed = partial(launch, "tetrajet_base X", packed=True)
 launch_dy = partial(launch, "tetrajet_base dY", extra=Side(MXFP8, 5))
+launch_row = partial(launch, "per row X")
 launch_six = partial(launch, "four_over_six W")
 launch_if4 = partial(launch, "if4 dY")
 launch_quartet = partial(launch, "quartet X")
@@ -544,8 +557,9 @@ def launch_there():
 # (what is launched, architecture): bytes of a thread's values that find no register, waits for other warps,
 # instructions for each value. A rounding kernel takes 5 to 20 s to compile the first time, so each kernel and
 # each architecture is here, but not each with each other
-LIMITS = {("x", 80): (0, 1, 46), ("dy", 90): (24, 1, 65), ("x_packed", 100): (0, 7, 60),
-          ("six", 90): (0, 55, 92), ("there", 120): (0, 0, 36), ("unpack", 120): (0, 3, 14)}
+LIMITS = {("x", 80): (0, 1, 46), ("dy", 90): (24, 1, 65), ("row", 90): (32, 1, 44),
+          ("x_packed", 100): (0, 7, 60), ("six", 90): (0, 55, 92), ("there", 120): (0, 0, 36),
+          ("unpack", 120): (0, 3, 14)}
 # how many values a thread has
 VALUES = {"there": 64 * 128 // 128, "unpack": 256 * 16 // 128, "six": 128 * 128 // 512}
 KERNELS = {"there": "rivals.kernels:_there_kernel", "unpack": "rounding:_unpack_kernel"}
