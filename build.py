@@ -65,8 +65,8 @@ def build(cfg: Config, ids: int, device: torch.device, recipe: Recipe | None = N
         return layers[name]
 
     model = GPT(cfg, vocab, make_linear).to(device)
-    outliers = OutControl(layers, cfg.in_steps(cfg.outlier_start), cfg.in_steps(cfg.outlier_window),
-                          cfg.outlier_choice, cfg.in_steps(cfg.outlier_log) if cfg.outlier_log else 0)
+    choice, again = CHOICES[cfg.outlier_choice], cfg.in_steps(cfg.outlier_log) if cfg.outlier_log else 0
+    outliers = choice(layers, cfg.in_steps(cfg.outlier_start), cfg.in_steps(cfg.outlier_window), again)
     rounded = {name: layer for name, layer in layers.items() if layer.recipe.y_w}
     remedy = REMEDIES[cfg.osci if rounded else "off"](rounded, cfg)
     if cfg.compile and device.type == "cuda" and find_spec("triton"):

@@ -43,7 +43,7 @@ from config import need
 from noise import random_words
 from osci import (NEAR, REMEDIES, OsciReset, dealt, distance, full_scale, level, max_in_block, reset,
                   rounded_weight, safe_to_write, whole, write)
-from outliers import CHOICES
+from outliers import CHOICES, OutControl
 from quant import AROUND, Around, QuantLinear, round_to_grid
 
 # -----------------------------------------------------------------------------
@@ -424,12 +424,14 @@ REMEDIES["edge"] = Edge
 RESET_CHOICE, CHANNEL_CHOICE = 10, 11       # streams of noise: which weights to reset, which channels to keep
 
 
-def random_channels(norms: Tensor, layer: QuantLinear, step: int) -> Tensor:
-    """ As many channels as the layer has room for, whichever a draw says. """
-    return random_subset(layer.in_features, layer.channels.numel(), layer, step, CHANNEL_CHOICE)
+class RandomChannels(OutControl):
+    """ As many channels as a layer has room for, whichever a draw says. """
+
+    def choose(self, norms: Tensor, layer: QuantLinear, step: int) -> Tensor:
+        return random_subset(layer.in_features, layer.channels.numel(), layer, step, CHANNEL_CHOICE)
 
 
-CHOICES["random"] = random_channels
+CHOICES["random"] = RandomChannels
 
 
 def random_subset(n: int, count: int, layer: QuantLinear, step: int, stream: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 import outliers
 import rivals    # noqa: F401  for the around that takes the mean off
-from outliers import COLUMNS, OutControl, largest
+from outliers import OutControl
 from quant import QuantLinear
 from recipes import RECIPES
 
@@ -34,7 +34,7 @@ def measure(control: OutControl, steps: dict[int, list[torch.Tensor]]) -> dict[i
 
 def calibrate(lin: QuantLinear, steps: list[list[torch.Tensor]], start: int = 2):
     """ One window over steps, each a list of micro-batches. """
-    control = OutControl({"lin": lin}, start, len(steps), "norm")
+    control = OutControl({"lin": lin}, start, len(steps))
     assert list(measure(control, dict(enumerate(steps, start)))) == [start + len(steps) - 1]
 
 
@@ -90,6 +90,7 @@ def test_norms_and_not_energies_are_summed_over_steps():
 
 def test_ties_go_to_the_lower_channel():
     """ Catches: an unstable sort, which would choose other channels on another device. """
+    largest = OutControl({}, 0, 1).choose
     assert largest(torch.ones(1000), layer(outliers=5), 0).tolist() == [0, 1, 2, 3, 4]
     assert largest(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0]), layer(outliers=3), 0).tolist() == [1, 3, 2]
 
@@ -108,7 +109,7 @@ def test_what_is_measured_is_what_is_rounded():
 def test_window_opens_and_closes_when_it_says():
     """ Catches: off by one at either end; measuring outside the window; something kept after it. """
     lin = layer()
-    control = OutControl({"lin": lin, "none": layer(outliers=0)}, start=3, window=2, choice="norm")
+    control = OutControl({"lin": lin, "none": layer(outliers=0)}, start=3, window=2)
     closed = []
     for step in range(8):
         control.before_step(step)
@@ -128,7 +129,7 @@ def test_channels_chosen_late():
     early, late = torch.zeros(8, 64), torch.zeros(8, 64)
     early[:, :6], late[:, 30:36] = 9.0, 9.0
     for start, expected in ((2, list(range(6))), (30, list(range(30, 36)))):
-        control = OutControl({"lin": layer()}, start, 3, "norm")
+        control = OutControl({"lin": layer()}, start, 3)
         measure(control, {step: [early if step < 20 else late] for step in range(35)})
         assert control.layers["lin"].channels.tolist() == expected
 
@@ -148,14 +149,14 @@ def test_the_overlap_with_the_first_choice():
     step 0; norms that run on from one window into the next.
     """
     lin = layer()
-    said = measure(OutControl({"lin": lin}, 2, 2, "norm", again=4), drifting(range(30)))
+    said = measure(OutControl({"lin": lin}, 2, 2, again=4), drifting(range(30)))
     assert list(said) == [3, 7, 11, 15, 19, 23, 27] and lin.channels.tolist() == list(range(1, 7))
     assert said[3][1] == {} and lin.squares is None and lin.channel_norms is None
     # two further on with each window: 4 of 6 are left, 2, 0
     assert [columns["outlier_overlap"] for _, columns in list(said.values())[1:]] == pytest.approx(
         [4/6, 2/6, 0, 0, 0, 0])
     assert said[7][0] == ("of a layer's kept channels, 66.7% would be chosen now too; fewest in lin, 66.7%")
-    assert tuple(said[7][1]) == COLUMNS
+    assert tuple(said[7][1]) == OutControl.COLUMNS
 
 
 @pytest.mark.parametrize("cut", [2, 6])
@@ -166,13 +167,13 @@ def test_a_checkpoint_inside_a_window_changes_nothing(cut):
     """
     steps = drifting(range(8))
     straight = layer()
-    expected = measure(OutControl({"lin": straight}, 0, 4, "norm", again=4), steps)
+    expected = measure(OutControl({"lin": straight}, 0, 4, again=4), steps)
     assert straight.channels.tolist() == list(range(6)) and expected[7][1]["outlier_overlap"] == 4 / 6
     first = layer()
-    measure(OutControl({"lin": first}, 0, 4, "norm", again=4), {step: steps[step] for step in range(cut)})
+    measure(OutControl({"lin": first}, 0, 4, again=4), {step: steps[step] for step in range(cut)})
     saved = first.state_dict()
     second = layer(seed=5)
-    control = OutControl({"lin": second}, 0, 4, "norm", again=4)
+    control = OutControl({"lin": second}, 0, 4, again=4)
     second.channel_norms = torch.empty_like(saved["channel_norms"])      # as checkpoint.fill does
     second.load_state_dict(saved)
     rest = measure(control, {step: steps[step] for step in range(cut, 8)})
@@ -183,7 +184,7 @@ def test_a_checkpoint_inside_a_window_changes_nothing(cut):
 def test_evaluation_is_not_measured():
     """ Catches: validation batches inside the window that leak into the choice. """
     lin = layer()
-    OutControl({"lin": lin}, 0, 1, "norm").before_step(0)
+    OutControl({"lin": lin}, 0, 1).before_step(0)
     lin.eval()(torch.randn(16, 64))
     assert not lin.squares.any()
 

@@ -13,7 +13,7 @@ import config
 from codes import E2M1, decode, quantize
 from noise import Counter
 from osci import THRESHOLDS, full_scale, level, rounded_weight
-from outliers import OutControl
+from outliers import CHOICES
 from quant import Operand, QuantLinear, Recipe, fake_quantize
 from recipes import RECIPES
 from rivals.remedies import EMA_WARMUP, ema_code, follow, random_subset, stand_in
@@ -523,7 +523,7 @@ def test_random_channels_are_the_control_of_outcontrol():
         layer.counter, layer.layer = Counter(seed), number
         x = torch.randn(8, 512)
         x[:, :51] *= 30
-        control = OutControl({"a": layer}, 0, 1, "random")
+        control = CHOICES["random"]({"a": layer}, 0, 1)
         control.before_step(0)
         layer(x)
         assert "51 input channels of 1 layers" in control.after_step(0)[0]
