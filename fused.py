@@ -334,8 +334,8 @@ def native_problem(r: Recipe) -> str:
         if a.outer != b.outer:
             return f"one operand of {name} has more outer scales than the other"
     mxfp8 = ("e4m3", "e8m0", (1, 32), 0)
-    if r.outlier and (r.outlier == "bf16" or mxfp8 != (r.outlier.grid, r.outlier.scale, r.outlier.block,
-                                                       r.outlier.outer)):
+    if r.outlier == "bf16" or isinstance(r.outlier, Operand) and mxfp8 != (
+            r.outlier.grid, r.outlier.scale, r.outlier.block, r.outlier.outer):
         return "outlier channels are not MXFP8"
     return ""
 

@@ -281,7 +281,8 @@ class Recipe:
 
     align     an aligned gradient is that of what the forward pass really computed: Q4 and Q6 round Q2(W) and
               Q1(X). False: they round W and X
-    outlier   how the channels are rounded that OutControl picks (outliers.py); "bf16": in the compute dtype
+    outlier   how the channels are rounded that OutControl picks (outliers.py); "bf16": in the compute dtype;
+              "patched": as the others, in FP4, and an entry of AROUND corrects the product
     rotate    sizes of the rotations along the summed axes of Y, dX and dW, 0 for none. With align, that of Y
               is 0: Q1 of a rotated X is another matrix than the Q1(X) that an aligned gradient needs. Where
               both are wanted, X and W are rotated before the linear, by an entry of AROUND
@@ -444,7 +445,7 @@ class QuantLinear(nn.Linear):
                     would count on and draw other noise
     outliers        how many input channels OutControl may keep in recipe.outlier's format
     channels        buffer (outliers,): those channels, ascending; all -1 until they are chosen
-    split           whether they are chosen yet
+    split           whether they are chosen yet, and set apart
     squares         None, or (K,), to which multiply adds the squares of its input, for OutControl to look at
     extra           keys of AROUND that are applied outside those of the recipe; remedies of osci.py set them
     enabled         False: nothing is rounded, for a look at the same weights in evaluation
@@ -468,7 +469,7 @@ class QuantLinear(nn.Linear):
     def set_channels(self, channels: Tensor):
         """ Keep these input channels in the outlier format from now on; all -1 for none yet. """
         self.channels.copy_(channels.sort().values)
-        self.split = bool((self.channels >= 0).any())
+        self.split = bool((self.channels >= 0).any()) and self.recipe.outlier != "patched"
 
     def restore(self, _):
         """ After load_state_dict: the buffer says which channels, if they are chosen yet. """

@@ -4,4 +4,4 @@ the lesson. A file of your own with an idea of your own is one more name in the 
 
     python -m rivals      prints the table of all recipes
 """
-from rivals import recipes, remedies, rules    # noqa: F401
+from rivals import hcp, recipes, remedies, rules    # noqa: F401

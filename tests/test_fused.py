@@ -102,6 +102,7 @@ MIXED = Recipe(NEAREST, None, STOCHASTIC, STOCHASTIC, None, STOCHASTIC, align=Fa
     (FULL, 1, "emulate"), (FULL, 130, "packed"), (replace(FULL, align=False), 20, "packed"),
     (PER_ROW, 20, "packed"),
     (replace(RELEASED, outlier="bf16"), 20, "emulate"), (MIXED, 20, "emulate"),
+    (RECIPES["hcp"], 20, "packed"),
     (only(FULL, [1]), 20, "emulate"), (only(FULL, [3]), 20, "emulate"), (only(FULL, [4]), 20, "emulate"),
     (only(FULL, [6]), 20, "packed")])
 def test_outlier_channels(recipe, T, backend):
@@ -275,7 +276,7 @@ def test_native_checks_itself(monkeypatch):
 def test_what_each_back_end_can_do():
     """ Catches: a recipe that is refused for nothing, and one without a kernel that is taken for another. """
     native = {"tetrajet_base", "tetrajet_full", "tetrajet_released", "nvfp4", "nvfp4_sr", "quartet2",
-              "nvidia", "four_over_six", "fp4_all_the_way", "averis"}
+              "nvidia", "four_over_six", "fp4_all_the_way", "averis", "hcp"}
     blackwell = DEVICE == "cpu" or fused.native(torch.device("cuda"))
     for name, recipe in RECIPES.items():
         assert fused.problem(recipe) == "", name

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import outliers
-import rivals    # noqa: F401  for the around that takes the mean off
-from outliers import OutControl
+import rivals       # noqa: F401  their choices and arounds
+from outliers import CHOICES, OutControl
 from quant import QuantLinear
 from recipes import RECIPES
 
@@ -199,3 +199,90 @@ def test_switching_over_lowers_the_error_of_the_forward_pass():
     lin.set_channels(torch.tensor([5, 20, 33, 41, 50, 60]))
     after = (lin(x) - exact).norm() / exact.norm()
     assert 0 < after < 0.6 * before
+
+
+# -----------------------------------------------------------------------------
+# channels chosen by what rounding takes from them
+
+
+def nvfp4(x: torch.Tensor, rows: int, outer: int) -> torch.Tensor:
+    """ x (M, K), both in whole blocks, in blocks of rows x 16; outer columns share a scale, 0: all. """
+    M, K = x.shape
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks = x.view(M // rows, rows, K // 16, 16).transpose(1, 2)               # (R, B, rows, 16)
+    most = blocks.abs().amax((2, 3))
+    top = x.abs().max()
+    if outer:
+        top = most.view(len(most), -1, outer // 16).amax(2).repeat_interleave(outer // 16, 1)
+    scale = (most / (top / 448 / 6) / 6).to(torch.float8_e4m3fn).float() * (top / 448 / 6)
+    y = blocks / scale[:, :, None, None]
+    return ((grid[(y.abs()[..., None] - grid).abs().argmin(-1)] * y.sign() * scale[:, :, None, None])
+            .transpose(1, 2).reshape(M, K))
+
+
+@pytest.mark.parametrize("recipe, rows, outer", [("tetrajet_full", 1, 128), ("hcp", 16, 0)])
+@pytest.mark.parametrize("passes, cut", [(1, 1), (2, 1), (1, 4)])
+def test_channels_that_lose_most_by_rounding(recipe, rows, outer, passes, cut):
+    """
+    Catches: errors of another operand, axis or format, sums in the place of means, tokens that count twice
+    where recomputation shows them twice, each micro-step or each rank with a mean of its own, evaluation in
+    the sums, errors of the weight that are left out or outweigh all, numbers of two choices exchanged, sums
+    that torch.compile loses.
+    """
+    torch.manual_seed(0)
+    lin = QuantLinear(128, 48, bias=False, recipe=RECIPES[recipe], outliers=13)
+    lin.weight.data = torch.randn(48, 128) * torch.rand(128).exp2()
+    steps = [torch.randn(64, 128) * torch.rand(128).exp2() for _ in range(3)]
+    of_x = torch.stack([(x - nvfp4(x, 1, outer)).abs().mean(0) for x in steps]).mean(0)
+    of_w = (lin.weight - nvfp4(lin.weight.detach(), rows, outer)).abs().mean(0)
+
+    def top(score: torch.Tensor) -> set[int]:
+        return set(score.topk(13).indices.tolist())
+    expected, by_norm = top(of_x + of_w), top(sum(x.norm(dim=0) for x in steps))
+    wrong = by_norm, top(of_x), top(of_w), top(2 * of_x + of_w)
+    assert len({frozenset(found) for found in (expected, *wrong)}) == 5
+    # one outer scale in all would be another in each part
+    for choice, kept in (("error", expected), ("norm_error", by_norm)):
+        lin.set_channels(torch.full((13,), -1))
+        lin.extra = ()
+        control = CHOICES[choice]({"lin": lin}, 2, 3)
+        for step, x in enumerate(steps, 2):
+            control.before_step(step)
+            for part in x.chunk(cut if outer else 1):
+                for _ in range(passes):
+                    (torch.compile(lin, backend="aot_eager") if cut > 1 else lin)(part)
+            lin.eval()(x * 9)
+            line, columns = control.after_step(step)
+            lin.train()
+        assert set(lin.channels.tolist()) == kept and lin.split == (recipe != "hcp")
+        share = len(expected & by_norm) / 13
+        assert list(columns.items()) == [("outlier_common", share), ("outlier_common_min", share)]
+        other = "norm" if choice == "error" else "error"
+        assert f"chosen ones, {share:.1%} would be chosen by {other} too; fewest in lin, {share:.1%}" in line
+        assert tuple(columns) == control.COLUMNS[2:] and lin.channel_errors is None and lin.errors is None
+
+
+def test_errors_are_summed_over_ranks(monkeypatch):
+    """ Catches: ranks that choose by their own tokens, or a mean of means of unequal ranks. """
+    torch.manual_seed(0)
+    whole, rank = (layer(K=128, outliers=13) for _ in range(2))
+    x = torch.randn(64, 128) * torch.rand(64, 128).exp2() ** 3
+    other = layer(K=128, outliers=13)
+
+    def one_step(lin, tokens):
+        control = CHOICES["error"]({"lin": lin}, 0, 1)
+        control.before_step(0)
+        lin(tokens)
+        return control
+    one_step(whole, x).after_step(0)
+    one_step(other, x[:48])
+    sums = {1: other.squares, 2: other.errors}
+    control = one_step(rank, x[48:])
+    monkeypatch.setattr(outliers.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(outliers.dist, "all_reduce", lambda mine: mine.add_(sums[mine.dim()]))
+    control.after_step(0)
+    assert torch.equal(whole.channels, rank.channels)
+    alone = layer(K=128, outliers=13)
+    monkeypatch.undo()
+    one_step(alone, x[48:]).after_step(0)
+    assert not torch.equal(whole.channels, alone.channels)

@@ -187,6 +187,9 @@ def do_all(out: Path, flags):
                 *((f"{osci}-{mode}", run, flags(f"{osci}-{mode}", *EXACT, *EARLY, *more, f"--osci={osci}",
                                                 f"--parallel={mode}"))
                   for osci, more in ACTS.items() for mode in ("ddp", "fsdp")),
+                *((f"error-{mode}", run, flags(f"error-{mode}", *EXACT, *EARLY, "--recipe=hcp",
+                                               "--outlier_choice=error", f"--parallel={mode}"))
+                  for mode in ("ddp", "fsdp")),
                 ("random", run, flags("random", *EXACT, *EARLY, "--osci_tau=0.5", "--osci=random")),
                 ("micro-bf16", run, flags("micro-2", *BF16, "--micro_batch=1")),
                 ("micro-fsdp", run, flags("micro-fsdp", *BF16, "--micro_batch=1", "--parallel=fsdp")),
@@ -293,6 +296,14 @@ def test_remedies_do_the_same_to_weights_in_parts(done, osci):
     column = "osci_penalty" if osci == "dampen" else "osci_held"
     seen = [float(row[column]) for row in rows(done.out / f"{osci}-fsdp") if row["osci_tracked"]]
     assert seen and max(seen) > 0
+
+
+def test_errors_of_rounding_are_those_of_whole_weights(done):
+    """ Catches: a rank that rounds its rows of a weight alone, and so chooses other channels. """
+    a, b = (last_state(done.out / f"error-{mode}") for mode in ("ddp", "fsdp"))
+    assert_same(learned(a), learned(b))
+    assert float(rows(done.out / "error-fsdp")[-1]["step"]) == 10
+    assert [row["outlier_common"] != "" for row in rows(done.out / "error-fsdp")].count(True) == 1
 
 
 def test_fsdp_deals_out_rows(done):

@@ -15,8 +15,9 @@ import rivals
 from build import only
 from codes import decode, grid_number, quantize
 from noise import SIGN_STREAMS, Counter, random_signs, uniform
+from osci import rounded_weight
 from quant import GRIDS, ROW, TENSOR, Operand, QuantLinear, Recipe, fake_quantize, hadamard, round_to_grid
-from recipes import RECIPES, from_json, to_json
+from recipes import MXFP8, RECIPES, from_json, to_json
 from rivals.__main__ import described, table, turned
 from rivals.recipes import EDEN, NVFP4
 from rivals.rules import FIXED_SIGNS, trust_mask
@@ -544,3 +545,59 @@ def test_outlier_channels_in_bf16_are_not_rounded():
     y.backward(randn(T, N, seed=1))
     assert torch.allclose(linear.weight.grad[:, linear.channels],
                           (randn(T, N, seed=1).t() @ x)[:, linear.channels], rtol=0, atol=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# hot channels
+
+
+@pytest.mark.parametrize("dtype, ops", [(torch.float32, [1, 2, 3, 4, 5, 6]), (torch.float32, [1]),
+                                        (torch.bfloat16, [1, 2, 3, 4, 5, 6])])
+def test_a_patch_adds_what_rounding_took_from_hot_channels(dtype, ops):
+    """
+    Catches: residuals of another operand or of other channels, a term left out or taken twice, channels set
+    apart as well, a patch before channels are chosen, a gradient that goes through it,
+    another program under torch.compile.
+    """
+    recipe, hot = only(RECIPES["hcp"], ops), torch.tensor([3, 17, 40, 41, 95])
+    x, w, dy = randn(T, K), randn(N, K, seed=10), randn(T, N, seed=1)
+    x[:, hot] *= 3
+    x, dy = x.to(dtype).requires_grad_(), dy.to(dtype)
+    linear, plain = (QuantLinear(K, N, False, recipe=r, layer=3, counter=Counter(1), outliers=len(hot))
+                     for r in (recipe, replace(recipe, outlier=None, around=())))
+    for layer in (linear, plain):
+        layer.weight.data.copy_(w)
+    y4, *grads = (plain(x), *torch.autograd.grad(plain(x), (x, plain.weight), dy))
+    assert torch.equal(linear(x), y4)
+    linear.set_channels(hot)
+    assert not linear.split
+    y = linear(x)
+    assert all(map(torch.equal, torch.autograd.grad(y, (x, linear.weight), dy), grads))
+
+    x8, qx, qw = x.detach().float(), fake_quantize(x.detach(), recipe.y_x), w
+    qw = fake_quantize(w, recipe.y_w) if 2 in ops else w
+    i, cold = hot, [k for k in range(K) if k not in hot]
+    expected = y4.float() + (x8 - qx)[:, i] @ qw[:, i].T + qx[:, i] @ (w - qw)[:, i].T
+    assert rms(y.float(), expected) < (1e-6 if dtype == torch.float32 else 5e-3)
+    # of the hot channels nothing is missing but what is of second order
+    missing = x8[:, cold] @ w[:, cold].T - qx[:, cold] @ qw[:, cold].T
+    missing += (x8 - qx)[:, i] @ (w - qw)[:, i].T
+    assert rms(expected + missing, x8 @ w.T) < (1e-6 if dtype == torch.float32 else 5e-3)
+    assert rms(y.float(), x8 @ w.T) < 0.96 * rms(y4.float(), x8 @ w.T)
+    assert torch.equal(torch.compile(linear, backend="aot_eager")(x), y)
+
+
+def test_what_a_patch_leaves_to_others():
+    """ Catches: an OsciReset that takes hot channels for zeros, a patch for what has another format. """
+    linear = QuantLinear(K, N, False, recipe=RECIPES["hcp"], counter=Counter(1), outliers=3)
+    linear.set_channels(torch.tensor([1, 2, 3]))
+    w, q = rounded_weight(linear)
+    assert torch.equal(w, linear.weight) and torch.equal(q.dequantize(), fake_quantize(w, linear.recipe.y_w))
+    # with another format they are set apart, and not patched
+    apart = [QuantLinear(K, N, False, recipe=r, counter=Counter(1), outliers=3) for r in (
+        replace(RECIPES["hcp"], outlier=MXFP8), replace(RECIPES["nvidia"], outlier=MXFP8))]
+    for layer in apart:
+        layer.weight.data.copy_(linear.weight.data)
+        layer.set_channels(linear.channels)
+    a, b = (layer(randn(T, K)) for layer in apart)
+    assert torch.equal(a, b)

@@ -130,7 +130,7 @@ def timeless(folder: Path) -> list[dict]:
     # channels are chosen while a window is open, which was opened with more weights to choose from
     [*FULL, "--outlier_start=0.2", "--outlier_window=0.1", "--osci_start=0", "--osci_period=0.9",
      "--osci_window=0.8", "--osci_track=1"],
-    [*FULL, "--osci=freeze"],
+    [*FULL, "--osci=freeze"], [*FULL, "--recipe=hcp", "--outlier_choice=error", "--micro_batch=2"],
 ], ids=lambda flags: " ".join(flags[-3:]))
 def test_ten_plus_ten_is_twenty(go, flags):
     """
