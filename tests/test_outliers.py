@@ -117,7 +117,7 @@ def test_window_opens_and_closes_when_it_says():
         lin(torch.randn(16, 64))
         said, columns = control.after_step(step)
         if said:
-            assert said.startswith("OutControl keeps 6 input channels of 1 layers") and not columns
+            assert said.startswith("OutControl has chosen 6 input channels of 1 layers") and not columns
             closed.append(step)
         assert lin.split == (step >= 4) and lin.squares is None
         assert ("channel_norms" in lin.state_dict()) == (step == 3)
