@@ -298,7 +298,7 @@ def altered(recipe: Recipe, cfg: Config) -> Recipe:
                 raise ValueError(f"rule {op.rule} rounds in a way of its own: add --backward=sr or rtn")
             changed = cfg.backward and (cfg.backward != op.rounding or alone) and GRIDS[op.scale].mbits
             rounding = cfg.backward or op.rounding
-            usual = USUAL[rounding] if changed and op.rule != "max" else op.rule
+            usual = USUAL[rounding] if changed and op.rule != "max" and not rule.stored else op.rule
             new |= {"rounding": rounding, "rule": cfg.scale_rule or usual}
         if op.rule == "max" and ("block" in new or new.get("rule", "max") != "max"):
             raise ValueError("a format without inner scales has neither blocks nor a rule for these")
@@ -335,7 +335,7 @@ def only(r: Recipe, numbers) -> Recipe:
     rotate = tuple(size if any(ops[2 * i : 2 * i + 2]) else 0 for i, size in enumerate(r.rotate))
     names = [field.name for field in fields(r)[:6]]
     return replace(r, **dict(zip(names, ops)), align=r.align and bool(ops[3] or ops[5]), rotate=rotate,
-                   around=r.around if any(ops[:2]) else ())
+                   around=tuple(name for name in r.around if any(ops[:2]) or not AROUND[name].forward))
 
 
 def checked(r: Recipe) -> Recipe:
@@ -358,6 +358,9 @@ def checked(r: Recipe) -> Recipe:
             raise ValueError(f"rule {op.rule} is not for scales {op.scale}")
         if rule.grids and op.grid not in rule.grids:
             raise ValueError(f"rule {op.rule} is about {', '.join(rule.grids)}, not {op.grid}")
+        own = [name for name, other in RULES.items() if other.stored and op.grid in other.grids]
+        if own and op.rule not in own:
+            raise ValueError(f"grid {op.grid} is for rule {own[0]}, not {op.rule}")
         if op.rounding not in rule.rounds:
             raise ValueError(f"rule {op.rule} is for rounding {', '.join(rule.rounds)}, not {op.rounding}")
         if power and op.outer and not rule.outer:

@@ -35,7 +35,6 @@ from config import FREE, Config, ConfigError, check, fit, in_full, need
 from data import Corpus
 from parallel import load_model, load_optimizer
 from quant import AROUND, RULES, SIGNS, Operand, Recipe
-from recipes import to_json
 
 FORMAT = 2
 FILES = ("log.txt", "metrics.csv", "config.json", "wandb_id.txt")
@@ -163,7 +162,7 @@ class Run:
         longer = f" --init_from={self.folder}, to train on from its weights" * \
             (differ == [f"steps={before['steps']}"])
         need(not differ, f"{self.folder} holds a run with {', '.join(differ)}; {new}{longer}")
-        need(state["recipe"] == to_json(net.recipe), f"the recipe {self.cfg.recipe} has changed since; {new}")
+        need(state["recipe"] == net.recipe.text, f"the recipe {self.cfg.recipe} has changed since; {new}")
         need(state["data"] == fingerprint(corpus), f"the run began with other data ({state['data']}, now "
              f"{fingerprint(corpus)}): type --data=DIR of the same, or {new}")
         need(not self.cfg.stop_at or state["step"] < self.cfg.stop_at,
@@ -223,7 +222,7 @@ def write(path: Path, text: str):
 
 def snapshot(cfg: Config, net: Net, optimizers: list, corpus: Corpus, step: int, seconds: float) -> dict:
     """ What a checkpoint holds, on the first rank; all of them have to call this. """
-    return {"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(net.recipe),
+    return {"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": net.recipe.text,
             "sources": sources(net.recipe), "data": fingerprint(corpus), "step": step, "seconds": seconds,
             "model": net.ranks.whole(net.model.state_dict()),
             "optimizers": [net.ranks.whole(o.state_dict()) for o in optimizers]}
@@ -239,7 +238,10 @@ def newest(folder: Path, say=print) -> tuple[Path, dict] | None:
     """ The newest checkpoint of a run that can be read; says which ones it had to skip. """
     for path in checkpoints(folder):
         try:
-            return path, read(path)
+            state = read(path)
+            if state["step"] == int(path.stem.removeprefix("ckpt_")):
+                return path, state
+            say(f"skipping a checkpoint: {path} is one of step {state['step']}")
         except ValueError as error:
             say(f"skipping a checkpoint: {path} {error}")
     return None

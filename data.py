@@ -117,7 +117,7 @@ class Stream:
     def unigram_entropy(self, limit: int = 10_000_000) -> float:
         """
         Entropy of how often each of the first `limit` tokens occurs, in nats: the loss of a model that has
-        learnt these frequencies and no more. Before training, it also checks that all are in the vocabulary.
+        learnt these frequencies and no more. Before training, it also finds an id beyond the vocabulary.
         """
         tokens = np.empty(min(limit, self.n_tokens), dtype=np.int64)
         self.read(0, tokens)
@@ -487,7 +487,10 @@ def pieces(path: Path):
                         yield True, text
                 return
             opens = True
+            cut = tuple(EOT[:n] for n in range(1, len(EOT)))
             while block := file.read(PIECE) + file.readline(PIECE):
+                while block.endswith(cut) and (more := file.read(1)):
+                    block += more       # a mark in a line without end is not cut in two
                 if "\0" in block:
                     raise DataError(f"{path}: holds NUL characters, so it is no text, or not in UTF-8")
                 for i, text in enumerate(block.split(EOT)):

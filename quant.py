@@ -247,8 +247,8 @@ class Rule:
     grids    names of the grids that it knows, () for any
     rounds   the values of Operand.rounding that it knows
     outer    whether it may have an outer scale although its inner scales are powers of two
-    stored   where c is not all on the grid, two functions of (blocks, their scales): the grid's numbers that
-             are stored for c, and back
+    stored   None; or where c has numbers that the grid has not, f(c, scales) -> the grid's numbers that are
+             stored for them, and its inverse
     """
     f: Callable
     scales: str = "any"
@@ -427,10 +427,12 @@ BACKENDS = Table(reference=Backend(torch.compiler.disable(Product.apply)))
 class Around:
     """
     Something around the linear. f(x (T, K), w (N, K), linear, layer) -> y (T, N) calls linear(x, w), which is
-    the rest; changes_w tells that W itself does not get there, so that its oscillation cannot be watched.
+    the rest; changes_w tells that W itself does not get there, so that its oscillation cannot be watched,
+    and forward that it is about what the forward pass rounds, and nothing where that rounds nothing.
     """
     f: Callable
     changes_w: bool = False
+    forward: bool = False
 
 
 AROUND = Table()

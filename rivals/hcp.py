@@ -144,7 +144,7 @@ def patch(x: Tensor, w: Tensor, layer: QuantLinear) -> Tensor:
     return gemm(torch.cat((dx, x4), 1).to(x.dtype), torch.cat((w4, dw), 1).to(x.dtype))
 
 
-AROUND["patch"] = Around(patched)
+AROUND["patch"] = Around(patched, forward=True)
 # 2602.02047. differs: that NVIDIA's recipe lies below it is a guess; CHON also keeps the projections after QK
 # in bf16, which is up to --keep here
 RECIPES["hcp"] = replace(RECIPES["nvidia"], outlier="patched", around=("patch",))

@@ -299,11 +299,11 @@ def averis(x: Tensor, w: Tensor, linear, layer: QuantLinear) -> Tensor:
 
 
 class Split(torch.autograd.Function):
-    """ y (T, N) + the mean's (1, N). What y gets of dY has a mean of zero, and the rest goes to the mean. """
+    """ y (T, N) + y_mean (1, N). Backward gives y the dY without its mean over tokens, y_mean their sum. """
 
     @staticmethod
-    def forward(ctx, y: Tensor, mean: Tensor) -> Tensor:
-        return y + mean
+    def forward(ctx, y: Tensor, y_mean: Tensor) -> Tensor:
+        return y + y_mean
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -312,8 +312,8 @@ class Split(torch.autograd.Function):
 
 
 AROUND["averis"] = Around(averis)
-AROUND["trust"] = Around(trust)
+AROUND["trust"] = Around(trust, forward=True)
 for bits in range(1, 11):
     for kind in ("fixed", "none"):      # evaluation has to see the same forward pass: not fresh
         turn = partial(rotate, size=2**bits, signs=kind)
-        AROUND[f"rotate {2**bits} {kind}"] = Around(turn, changes_w=True)
+        AROUND[f"rotate {2**bits} {kind}"] = Around(turn, changes_w=True, forward=True)

@@ -87,6 +87,7 @@ def test_flags_together():
     (["--recipe=tetrajet_base", "--scale_rule=floor"], "rule floor is not for scales e4m3"),
     (["--recipe=tetrajet_base", "--scale_rule=ceil"], "scale_rule = 'ceil' is unknown"),
     (["--recipe=ufp4", "--scale_rule=4/6"], "rule 4/6 is about e2m1, not e1m2"),
+    (["--recipe=if4", "--scale_rule=up"], "grid if4 is for rule if4, not up"),
     (["--recipe=quartet2", "--scale_rule=up"], "rule eden rounds in a way of its own"),
     (["--recipe=fp8", "--scale_rule=up"], "without inner scales"),
     (["--recipe=fp8", "--block_w=1x16"], "without inner scales"),
@@ -322,3 +323,9 @@ def test_a_vocabulary_smaller_than_the_data_s_is_refused():
     assert build_net(Config(), 257, CPU).model.embed.weight.shape[0] == 384
     with pytest.raises(ConfigError, match="type --vocab_size=0"):
         net_of("--vocab_size=100")
+
+
+def test_what_is_about_the_forward_pass_goes_with_it():
+    """ Catches: averis without its split of dY, or Quartet's mask of a forward pass that clips nothing. """
+    left = {name: only(RECIPES[name], [3, 4, 5, 6]).around for name in ("averis", "quartet", "hcp")}
+    assert left == {"averis": ("averis",), "quartet": (), "hcp": ()}

@@ -184,7 +184,8 @@ def test_files_that_look_like_checkpoints_cost_nothing(go):  # noqa: F811
     new checkpoint look old, so that it was deleted as soon as it was written.
     """
     folder, _ = go("r", *BF16, "--stop_at=2")
-    (folder / "ckpt_best.pt").write_bytes((folder / "ckpt_000000002.pt").read_bytes())
+    for copy in ("ckpt_best.pt", "ckpt_000000097.pt"):      # the second one is not that of step 97
+        (folder / copy).write_bytes((folder / "ckpt_000000002.pt").read_bytes())
     (folder / "ckpt_000000099.pt").write_bytes(b"")
     (folder / "ckpt_000000098.pt").mkdir()
     (folder / "notes.tmp").mkdir()
@@ -255,6 +256,8 @@ def test_overwrite_leaves_what_is_not_the_run_s(go, shards, tmp_path):  # noqa: 
     bad = Path(shutil.copytree(shards, tmp_path / "bad"))
     data.write_shard(bad / "a_val_000000.bin", np.arange(10, dtype=np.uint16))
     assert "10 tokens" in go("r", *BF16, "--overwrite", f"--data={bad}", code=2)[1]
+    data.write_shard(bad / "a_val_000000.bin", np.array([1] * 999 + [60_000], dtype=np.uint16))
+    assert "id 60000" in go("r", *BF16, "--overwrite", f"--data={bad}", code=2)[1]
     assert "holds no checkpoint" in go("r", *BF16, "--overwrite", "--init_from=nowhere", code=2)[1]
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
     go("r", *BF16, "--steps=2", "--overwrite")

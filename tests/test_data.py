@@ -531,11 +531,15 @@ def test_a_damaged_gz_is_told(tmp_path, capsys, spoil):
     assert "a.txt.gz: damaged or incomplete (" in told and "get it again" in told
 
 
+@pytest.mark.parametrize("end", ["\n", ""])
 @pytest.mark.parametrize("piece", [20, 1 << 20])
-def test_typed_ends_of_text_split_documents(tmp_path, monkeypatch, capsys, piece):
-    """ Catches marks that become text, as between the tales of TinyStories, where they were 24% of all. """
+def test_typed_ends_of_text_split_documents(tmp_path, monkeypatch, capsys, piece, end):
+    """
+    Catches marks that become text, as between the tales of TinyStories, where they were 24% of all; those
+    too that lie across two pieces of a line without end.
+    """
     monkeypatch.setattr(data, "PIECE", piece)
-    tales = [f"A tale,\nnumber {i}.\n" for i in range(40)]
+    tales = [f"A tale,{end}number {i}.{end}" for i in range(40)]
     (tmp_path / "tales.txt").write_text("<|endoftext|>".join(["", *tales, ""]))
     corpus = text_command(tmp_path, tmp_path / "tales.txt", "--val=0.2")
     ids = np.array(ids_of(corpus.train) + ids_of(corpus.val))

@@ -274,12 +274,19 @@ def test_what_is_not_the_last_validation_loss_is_not_taken_for_it(run, text):
 
 
 @pytest.mark.parametrize("before, status", [
-    ('{"steps": 5, "lr": 0.5, "name": "a-s1"}', "missing"), ('{"steps": 5, "data": "other"}', "missing"),
+    ('{"steps": 5, "lr": 0.5, "name": "a-s1"}', "refused"), ('{"steps": 5, "data": "other"}', "missing"),
     ('{"steps": 5, "micro_batch": 2, "gone": 1}', "done")])
 def test_numbers_of_other_settings_are_not_those_of_the_list(run, before, status):
-    """ Catches: a list that was edited, and whose rows then show old numbers beside new flags. """
+    """
+    Catches: a list that was edited, whose rows then show old numbers beside new flags, or failures in the
+    place of results.
+    """
     (run.folder / "metrics.csv").write_text(GOOD)
     (run.folder / "config.json").write_text(before)
+    if status == "refused":
+        with pytest.raises(ConfigError, match="a run with another lr; give the list another name"):
+            sweep.look(run)
+        return
     sweep.look(run)
     assert run.status == status and bool(run.values) == (status == "done")
 

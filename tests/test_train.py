@@ -573,7 +573,7 @@ def test_a_terminal_that_knows_ascii_alone(shards, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals differ")
-@pytest.mark.parametrize("name", ["train", "eval", "bench", "data", "tools.hf"])
+@pytest.mark.parametrize("name", ["train", "eval", "bench", "data", "tools.hf", "tools.verify"])
 def test_while_torch_is_imported(tmp_path, name):
     """
     Catches: Ctrl-C in these seconds told by a traceback; the variable set after torch is imported, when

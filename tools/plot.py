@@ -86,7 +86,7 @@ def read_run(folder: Path) -> Run:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{path} is damaged, or of another program: leave this folder out") from None
     rows = read_rows(folder / "metrics.csv")
-    need(rows, f"{folder / 'metrics.csv'} has no rows that train.py wrote: has the run logged nothing yet?")
+    need(rows, f"{folder / 'metrics.csv'} has no rows that train.py wrote yet: leave this folder out")
     return Run(folder, folder.resolve().name, config, rows)
 
 

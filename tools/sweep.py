@@ -127,9 +127,11 @@ def look(run: Run):
     run.values, run.error = measured(run), ""
     if run.values:
         before = json.loads((run.folder / "config.json").read_text())
-        if any(before.get(knob, value) != value for knob, value in asdict(run.cfg).items()
-               if knob not in FREE - {"data"}):
-            run.values = {}     # train.py tells what is another run; or finds the same data in another place
+        differ = [knob for knob, value in asdict(run.cfg).items()
+                  if knob not in FREE - {"data"} and before.get(knob, value) != value]
+        need(differ in ([], ["data"]), f"{run.folder} holds a run with another {', '.join(differ)}; give the list "
+             "another name, or move that folder away")
+        run.values = {} if differ else run.values       # train.py finds whether it is the same data elsewhere
     run.status = "done" if run.values else "missing"
 
 

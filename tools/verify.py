@@ -21,6 +21,8 @@ from typing import Iterator, NamedTuple
 
 os.environ.setdefault("TRITON_INTERPRET", "1")      # kernels on a CPU; read once, when Triton is imported
 
+from config import ConfigError, did_you_mean, need      # before PyTorch, see there
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,6 @@ import bench
 import train
 from build import enter_kernels
 from checkpoint import checkpoints, read
-from config import ConfigError, did_you_mean, need
 from noise import SIGN_STREAMS, Counter
 from quant import AROUND, BACKENDS, SIGNS, QuantLinear, Recipe, Rounder, hadamard
 from recipes import RECIPES
@@ -44,7 +45,7 @@ class Mean(NamedTuple):
     """ The mean of many draws, held against what it should be. """
     off: float          # norm of the difference, as a share of the right one's
     chance: float       # the same by chance, from how the draws scatter; 0 if they are all alike
-    length: float       # how much too long the mean is in the direction of the right one: clipping shortens
+    length: float       # how much longer the mean is than the right one, along it; clipping makes it negative
     deviations: float   # that, in deviations of its own mean
     worst: float        # the entry that is furthest off, in deviations of its own mean
     bound: float        # which `worst` exceeds by chance in one of 10,000 such measurements
@@ -54,10 +55,11 @@ class Mean(NamedTuple):
         return self.chance > 0 and (self.worst > self.bound or abs(self.deviations) > 4)
 
     def __str__(self) -> str:
-        word = "not random" if not self.chance else "BIASED" if self.biased else "no bias seen"
-        return (f"mean off by {self.off:.4f}, by chance {self.chance:.4f}; too long by {self.length:+.4f}, "
+        if not self.chance:
+            return f"off by {self.off:.4f}, length {self.length:+.4f}: not random"
+        return (f"mean off by {self.off:.4f}, by chance {self.chance:.4f}; length {self.length:+.4f}, "
                 f"{abs(self.deviations):.1f} of 4 deviations; worst entry {self.worst:.1f} of "
-                f"{self.bound:.1f}: {word}")
+                f"{self.bound:.1f}: {'BIASED' if self.biased else 'no bias seen'}")
 
 
 def mean_of(draws: list[Tensor], right: Tensor) -> Mean:
@@ -82,7 +84,7 @@ def linear(r: Recipe) -> tuple[QuantLinear, Tensor, Tensor]:
 
 
 def operands(r: Recipe) -> Iterator[tuple[str, float, Mean]]:
-    """ -> of each operand that r rounds its mean squared error over its mean square, and its mean. """
+    """ For each operand that r rounds: its name, its relative squared error, its mean. """
     layer, x, dy = linear(r)
     x, w = x.detach(), layer.weight.detach()
     at = Rounder(r, layer.counter.state, 0, torch.float32)
@@ -107,7 +109,7 @@ def gradient(r: Recipe) -> Iterator[tuple[str, Mean]]:
     w = layer.weight
 
     def exact(x: Tensor, w: Tensor) -> Tensor:
-        """ Aligned: of what the forward pass has rounded, whose gradient goes to X and W as it is. """
+        """ X W^T, or if aligned Q1(X) Q2(W)^T, with the derivative of rounding taken as 1. """
         at = Rounder(r, layer.counter.state, 0, torch.float32)
         x, w = (t + (at.q(i, t.detach()) - t).detach() if r.align and r.operands[i - 1] else t
                 for i, t in ((1, x), (2, w)))
@@ -152,15 +154,21 @@ def weights(name: str, run: Path, *more: str, by: tuple = ()) -> list[bytes]:
     argv = [*TINY, f"--recipe={name}", f"--out={run.parent}", f"--name={run.name}", *more]
     argv += OUTLIERS if RECIPES[name].outlier else ()
     if by:
-        subprocess.run([sys.executable, *by, train.__file__, *argv], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, *by, train.__file__, *argv]
+        status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     else:
         with redirect_stdout(None):
-            train.main(argv)
+            status = train.main(argv)
+    if status:      # it has said why, or a signal has ended it
+        raise SystemExit(status)
     return [t.numpy().tobytes() for t in read(checkpoints(run)[0])["model"].values()]
 
 
 def kernels(name: str) -> Iterator[tuple[str, bool | str]]:
-    """ -> each back end of a GPU, and why not; each pair of operands, and whether its bits are the same. """
+    """
+    For each back end of a GPU why it cannot, or "computes it"; for each pair of operands whether the kernel
+    has the reference's bits.
+    """
     r = RECIPES[name]
     if missing := enter_kernels(torch.device("cpu")):
         yield "kernels", missing
@@ -182,7 +190,7 @@ def main(argv: list[str]) -> int:
     name, faults = parser.parse_args(argv).recipe, 0
     try:
         need(name in RECIPES, f"recipe = {name!r} is unknown; {did_you_mean(name, RECIPES)}")
-        need(any(RECIPES[name].operands), f"recipe = {name!r} rounds nothing; type another")
+        need(any(RECIPES[name].operands), f"recipe = {name!r} rounds nothing: type such as tetrajet_base")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
