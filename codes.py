@@ -6,7 +6,7 @@ is a code: a few bits that say which number of the grid it is, with the sign in 
 
     a number of e2m1   is a nibble: the sign in bit 3, and 0 to 7 for the magnitudes 0 .5 1 1.5 2 3 4 6
     a number of e4m3   is a byte: the sign in bit 7, and the magnitude in bits 0 to 6
-    an inner scale     is a byte: the code of its grid. A scale has no sign; a rule may use its bit
+    an inner scale     is a byte: the code of its grid. A scale has no sign; a byte of e4m3 has room for one
 
 Training does not need them, since fake_quantize() of quant.py gives the same values, bit for bit. Oscillation
 (osci.py) is counted in codes, and tensor cores (kernels.py) and exports (tools/hf.py) take codes and bytes.

@@ -42,12 +42,8 @@ RECIPES = Table(
 # what a checkpoint keeps: a recipe by the names of what it uses
 
 
-def to_json(recipe: Recipe) -> str:
-    return recipe.text
-
-
 def from_json(text: str) -> Recipe:
-    """ The inverse of to_json. """
+    """ The recipe whose .text this is. """
     def whole(value):
         if isinstance(value, dict):
             return Operand(**{name: whole(v) for name, v in value.items()})

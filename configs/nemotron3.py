@@ -3,7 +3,7 @@
 #   python train.py configs/nemotron3.py --seed=1
 #
 # NVIDIA's recipe, with the last 15% of the blocks and the projections of attention in bf16. Embeddings, which
-# it keeps in bf16 too, are so in every recipe here.
+# that model keeps in bf16, are rounded in no recipe here.
 
 recipe = "nvidia"
 keep = "attn.qkv,attn.out"

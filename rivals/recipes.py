@@ -84,11 +84,12 @@ RECIPES["tetrajet_v1"] = Recipe(CEIL, CEIL, *[CEIL_SR] * 4, align=True)
 RECIPES["quartet"] = Recipe(QUEST, QUEST, *[replace(QUARTET_BACK, rounding="sr")] * 4, **QUARTET)
 RECIPES["quartet_v4"] = Recipe(QUEST, QUEST, *[QUARTET_BACK] * 4, **QUARTET)
 
-# 2502.20586: the forward pass in bf16, where it also has FP8; both products of the backward pass in MXFP4, of
-# W and X as they are. The scale of Quartet's backward pass is theirs
+# 2502.20586: the forward pass in bf16, where the paper also tries FP8; both products of the backward pass in
+# MXFP4, of W and X as they are. Quartet's backward pass has its scale from here
 RECIPES["tseng"] = Recipe(None, None, *[replace(QUARTET_BACK, rounding="sr")] * 4, align=False,
                           rotate=(0, 64, 64))
-# 2605.09825 says that a rotation helps, and that noise and random signs do not: the same without either
+# 2605.09825 says that a rotation helps, and that noise and random signs do not: the same with neither, and so
+# with the scale of the OCP specification, which may clip
 RECIPES["tseng_fixed"] = Recipe(None, None, *[MXFP4] * 4, align=False, rotate=(0, 64, 64),
                                 signs=("fresh", "none", "none"))
 

@@ -37,7 +37,6 @@ from data import EOT, Corpus, DataError, new_folder, read_json
 from eval import load_run, val_loss, val_losses
 from model import GPT
 from quant import Operand, QuantLinear, Recipe
-from recipes import to_json
 
 # -----------------------------------------------------------------------------
 # names
@@ -338,7 +337,7 @@ def import_model(folder: Path, to: Path, say=print):
     weights |= {f"blocks.{i}.{kind}.channels": torch.zeros(0, dtype=torch.int64)
                 for i in range(cfg.n_layer) for kind in LINEARS}
     with new_folder(to) as making:
-        torch.save({"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": to_json(Recipe()),
+        torch.save({"format": FORMAT, "config": asdict(cfg), "code": code(), "recipe": Recipe().text,
                     "sources": {}, "data": f"unknown, as imported from {folder}", "step": 0, "seconds": 0.0,
                     "model": weights, "optimizers": []}, making / "ckpt_000000000.pt")
         (making / "config.json").write_text(json.dumps(asdict(cfg), indent=1), encoding="utf-8")
