@@ -238,10 +238,7 @@ def newest(folder: Path, say=print) -> tuple[Path, dict] | None:
     """ The newest checkpoint of a run that can be read; says which ones it had to skip. """
     for path in checkpoints(folder):
         try:
-            state = read(path)
-            if state["step"] == int(path.stem.removeprefix("ckpt_")):
-                return path, state
-            say(f"skipping a checkpoint: {path} is one of step {state['step']}")
+            return path, read(path)
         except ValueError as error:
             say(f"skipping a checkpoint: {path} {error}")
     return None
@@ -259,8 +256,8 @@ def read(path: Path) -> dict:
             raise ValueError(f"is torn or no checkpoint ({type(error).__name__})") from None
     if damaged:
         raise ValueError(f"is damaged: its record {damaged} is not what was written")
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"is no checkpoint of this program (format {FORMAT})")
+    if not (isinstance(state, dict) and state.get("format") == FORMAT and f"{state['step']:09}" in path.name):
+        raise ValueError(f"is no checkpoint of this program (format {FORMAT}), or of another step")
     return state
 
 

@@ -129,8 +129,8 @@ def look(run: Run):
         before = json.loads((run.folder / "config.json").read_text())
         differ = [knob for knob, value in asdict(run.cfg).items()
                   if knob not in FREE - {"data"} and before.get(knob, value) != value]
-        need(differ in ([], ["data"]), f"{run.folder} holds a run with another {', '.join(differ)}; give the list "
-             "another name, or move that folder away")
+        need(differ in ([], ["data"]), f"{run.folder} holds a run with another {', '.join(differ)}; give the "
+             "list another name, or move that folder away")
         run.values = {} if differ else run.values       # train.py finds whether it is the same data elsewhere
     run.status = "done" if run.values else "missing"
 
