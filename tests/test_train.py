@@ -188,7 +188,9 @@ def test_a_device_without_float64(go, monkeypatch):
 def test_a_run_on_the_cpu_leaves_a_gpu_alone(go, monkeypatch):
     """ Catches: pinned memory, for which CUDA is started, beside a GPU that is too old or in use. """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)      # asked by optimizers
+    for kind in ("cuda", "accelerator"):        # PyTorch's own optimizers ask the GPU too
+        monkeypatch.setattr(torch.optim.Optimizer, f"_{kind}_graph_capture_health_check", lambda _: None,
+                            raising=False)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: 1 / 0)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: 1 / 0)
     go("r", "--recipe=bf16", "--steps=3")
