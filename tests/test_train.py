@@ -345,7 +345,7 @@ def test_every_recipe_trains_and_has_two_losses(go, recipe):
 def test_a_config_file_acts_and_learns(go, name):
     """ Catches: a config file whose method never acts; and a method that does not learn. """
     folder, printed = go(name, str(ROOT / f"configs/{name}.py"), "--steps=30", "--lr=1e-2")
-    assert ("OutControl keeps" in printed) == ("OsciReset put" in printed) == (name != "bf16")
+    assert ("OutControl has chosen" in printed) == ("OsciReset put" in printed) == (name != "bf16")
     losses = [float(row["train_loss"]) for row in rows(folder) if row["train_loss"]]
     corpus = data.open_corpus(json.loads((folder / "config.json").read_text())["data"])
     assert losses[0] > 4.5 and losses[-1] < corpus.train.unigram_entropy(), "no better than counting letters"
