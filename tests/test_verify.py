@@ -58,6 +58,6 @@ def test_the_whole_of_it(monkeypatch, capsys):
     monkeypatch.setattr(verify, "DRAWS", 2)
     assert verify.main(["tetrajet_full"]) == 0
     told = capsys.readouterr().out
-    assert told.count(": the same") >= 5 and "OTHER" not in told
+    assert told.count(": the same") >= (5 if torch.__version__ >= "2.10" else 3) and "OTHER" not in told
     assert verify.main(["tetrajet_ful"]) == 2 and verify.main(["bf16"]) == 2
     assert "did you mean tetrajet_full?" in capsys.readouterr().err

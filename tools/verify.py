@@ -124,8 +124,10 @@ def gradient(r: Recipe) -> Iterator[tuple[str, Mean]]:
         yield name, mean_of(got, right)
 
 
-def compiled(r: Recipe) -> bool:
-    """ Whether a layer that torch.compile has seen has the bits of one that it has not. """
+def compiled(r: Recipe) -> bool | str:
+    """ Whether a layer that torch.compile has seen has the bits of one that it has not; or why not to try. """
+    if torch.__version__ < "2.7":
+        return "PyTorch 2.6 compiles no layer"
     found = []
     for wrap in (lambda layer: layer, partial(torch.compile, backend="aot_eager")):
         layer, x, dy = linear(r)
@@ -143,8 +145,11 @@ def runs(name: str, folder: Path) -> Iterator[tuple[str, bool]]:
     yield "a run that is stopped and goes on", once == weights(name, folder / "stopped")
 
 
-def ranks(name: str, folder: Path) -> Iterator[tuple[str, bool]]:
+def ranks(name: str, folder: Path) -> Iterator[tuple[str, bool | str]]:
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    if torch.__version__ < "2.10":
+        yield "two ranks", "FSDP on a CPU needs PyTorch 2.10"
+        return
     yield "two ranks, by DDP and by FSDP", weights(name, folder / "ddp", by=torchrun) == \
         weights(name, folder / "fsdp", "--parallel=fsdp", by=torchrun)
 
