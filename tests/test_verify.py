@@ -1,5 +1,6 @@
 """ tools/verify.py: that it sees what is wrong, and what it says of our own recipes. """
 import pytest
+import torch
 
 import rivals       # noqa: F401  their recipes
 from quant import Product
