@@ -125,7 +125,7 @@ def gradient(r: Recipe) -> Iterator[tuple[str, Mean]]:
 
 
 def compiled(r: Recipe) -> bool | str:
-    """ Whether a layer that torch.compile has seen has the bits of one that it has not; or why not to try. """
+    """ Whether a layer has the same bits with torch.compile as without; or why that is not tried. """
     if torch.__version__ < "2.7":
         return "PyTorch 2.6 compiles no layer"
     found = []
