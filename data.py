@@ -114,6 +114,7 @@ class Stream:
         self.windows(seq_len)
         return (self.n_tokens - 1) // seq_len
 
+    @lru_cache(maxsize=1)       # asked for twice: before an old run is touched, and for the log
     def unigram_entropy(self, limit: int = 10_000_000) -> float:
         """
         Entropy of how often each of the first `limit` tokens occurs, in nats: the loss of a model that has

@@ -84,11 +84,11 @@ def four_over_six(blocks: Tensor, op: Operand, noise: Tensor | None):
     """
     room = 1.0 if noise is None else 16 / 17
     c, inner, outer = round_blocks(blocks, op, noise, top=6.0 * room, reach=256.0)
-    c_4, inner_4, _ = round_blocks(blocks, op, other(noise), top=4.0 * room, outer=outer)
+    c_4, inner_4, _ = round_blocks(blocks, op, second_noise(noise), top=4.0 * room, outer=outer)
     return better(blocks, outer, (c, inner), (c_4, inner_4))
 
 
-def other(noise: Tensor | None) -> Tensor | None:
+def second_noise(noise: Tensor | None) -> Tensor | None:
     """
     Noise for a second rounding, made of the same 16 bits: times an odd number is a permutation of them, here
     with a correlation of 1/181, and exact in float32.
@@ -117,7 +117,7 @@ def int_or_float(blocks: Tensor, op: Operand, noise: Tensor | None):
             noise has made of the block, each rounding with noise of its own: biased
     """
     c, inner, outer = round_blocks(blocks, op, noise, top=6.0 * (1.0 if noise is None else 16 / 17))
-    even = round_in(blocks, inner * outer * EVEN, replace(op, grid="e1m2"), other(noise)) * EVEN
+    even = round_in(blocks, inner * outer * EVEN, replace(op, grid="e1m2"), second_noise(noise)) * EVEN
     return better(blocks, outer, (c, inner), (-even, -inner))
 
 

@@ -273,6 +273,15 @@ def test_native_checks_itself(monkeypatch):
     assert "rounding" in fused.check_native(BASE, device, shape)
 
 
+@pytest.mark.parametrize("capability, words", [((9, 0), "come with Blackwell"), ((10, 0), ""), ((10, 3), ""),
+                                               ((12, 0), ""), ((12, 1), "come with Blackwell")])
+def test_one_function_knows_blackwell(monkeypatch, capability, words):
+    """ Catches: DGX Spark, 12.1, taken for 12.0, whose machine code is another. train and bench ask it. """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert words in (said := fused.native_problem(BASE)) and bool(words) == bool(said)
+
+
 def test_what_each_back_end_can_do():
     """ Catches: a recipe that is refused for nothing, and one without a kernel that is taken for another. """
     native = {"tetrajet_base", "tetrajet_full", "tetrajet_released", "nvfp4", "nvfp4_sr", "quartet2",

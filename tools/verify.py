@@ -31,8 +31,9 @@ import train
 from build import enter_kernels
 from checkpoint import checkpoints, read
 from noise import SIGN_STREAMS, Counter
-from quant import AROUND, BACKENDS, SIGNS, QuantLinear, Recipe, Rounder, hadamard
+from quant import AROUND, BACKENDS, SIGNS, QuantLinear, Recipe, Rounder
 from recipes import RECIPES
+from rivals.rules import turn_back
 
 DRAWS = 500
 # without clipping, for which DDP and FSDP sum the squares of the gradient in another order
@@ -96,7 +97,7 @@ def operands(r: Recipe) -> Iterator[tuple[str, float, Mean]]:
             q = at.q(i + 1, m.contiguous())
             if size:        # turned back, to be held against m itself
                 signs = SIGNS[r.signs[i // 2]](size, layer.counter.state, 0, SIGN_STREAMS[i // 2])
-                q = (hadamard(q, torch.ones(size)).view(len(q), -1, size) * signs).flatten(1)[:, : m.shape[1]]
+                q = turn_back(q, torch.empty(0), signs, m.shape[1])
             draws.append(q)
         if op:
             error = (torch.stack(draws) - m).square().mean() / m.square().mean()
